@@ -50,14 +50,29 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
         state["step"] += 1
-        t, (beta1, beta2), lr = state["step"].item(), group["betas"], group["lr"]
-        m, v, g = state["exp_avg"], state["exp_avg_sq"], p.grad
-        assert g is not None
-        m.mul_(beta1).add_(g, alpha=1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        p.mul_(1 - lr * group["weight_decay"])
-        denominator = (v.sqrt() / math.sqrt(1 - beta2**t)).add_(group["eps"])
-        p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
+        assert p.grad is not None
+        hyper = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+        update(p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"].item(), *hyper)
+
+
+def update(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    t: float,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """AdamW's step t, from 1, of one parameter in place: p with gradient g and moments m and v, all of one shape."""
+    beta1, beta2 = betas
+    m.mul_(beta1).add_(g, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    p.mul_(1 - lr * weight_decay)
+    denominator = (v.sqrt() / math.sqrt(1 - beta2**t)).add_(eps)
+    p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
 
 
 def get_cosine_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:

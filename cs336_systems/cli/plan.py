@@ -12,7 +12,7 @@ from cs336_basics.shape import ModelShape
 from ..config.checks import require
 from ..config.model import MODEL_SIZES, SHAPE_FIELDS, SIZE_FIELDS, ModelConfig
 from ..config.run import ParallelConfig
-from ..planner.accounting import num_parameters
+from ..planner.accounting import bytes_of_kinds, sizes_of
 from ..planner.activations import activation_sections, checkpointing_sections
 from ..planner.cards import CARDS, fit_transfer, get_card
 from ..planner.check import check_json, check_text, compare
@@ -35,7 +35,7 @@ _MODEL = {
     "num_layers": "Number of Transformer blocks.",
     "num_heads": "Number of attention heads.",
 }
-_JOB = [field.name for field in fields(Job) if field.name not in ("shape", "optimizer", "clip")]
+_JOB = [field.name for field in fields(Job) if field.name not in ("shape", "optimizer", "fused", "clip")]
 _BLOCK = ("batch_size", "precision", "attention")
 
 
@@ -90,7 +90,12 @@ def _job(options: Any) -> Job:
     elif (world_size := given.get("world_size", 1)) > 1:
         auto = ParallelConfig()
         given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.resolved_bucket_size_mb()} | given
-    return Job(shape=_shape(options), **given)
+    return _as_trained(Job(shape=_shape(options), **given))
+
+
+def _as_trained(job: Job) -> Job:
+    """The job with the optimizer that `cs336 train` takes for it."""
+    return replace(job, fused=job.precision != "fp32" and job.weight_dtype == "fp32")
 
 
 def _print(sections: Sequence[Section], options: Any) -> int:
@@ -107,7 +112,7 @@ def _planned(job: Job, size: str | None, card: str, memory_gib: float) -> Sectio
     )
     step = (
         f"{job.batch_size:,} x {s.context_length:,} tokens a GPU and step, precision {job.precision}, "
-        f"weights {job.weight_dtype}, attention {job.attention}"
+        f"weights {job.weight_dtype}{', 16-bit in the model' if job.has_masters else ''}, attention {job.attention}"
     )
     execution = [
         "compiled" if job.compile else "eager",
@@ -191,6 +196,7 @@ def _checkpointing(arguments: Sequence[str]) -> int:
 def _ddp_overhead(arguments: Sequence[str]) -> int:
     parser = _job_parser("ddp-overhead")
     for name, kind, default, text in (
+        ("precision", str, "fp32", "Type of computation; with bf16 and fp16, gradients of matrices are 16-bit."),
         ("world_size", int, 2, "Number of GPUs."),
         ("rows", str, None, "Row file of all-reduces to fit o and w to."),
         ("bandwidth_gb_s", float, None, "w, bandwidth of an all-reduce (default: from two H200 over NVLink)."),
@@ -200,8 +206,8 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     options = parse(parser, arguments)
-    world_size, n = options.world_size, num_parameters(_shape(options))
-    nbytes = 4.0 * n
+    world_size, job = options.world_size, _as_trained(Job(shape=_shape(options), precision=options.precision))
+    formula, filled, nbytes = bytes_of_kinds(job.shape, sizes_of(job.gradient_dtypes))
     require(2 <= world_size < 1 << 31, "world_size", world_size, "at least 2 and below 2^31")
     overhead_s, bandwidth = all_reduce_cost(CARDS["H200"], world_size)
     if options.rows:
@@ -224,7 +230,7 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     if options.plot:
         check_png("plot", options.plot)
         plot_overhead(nbytes, bandwidth, overhead_s, measured, Path(options.plot))
-    *sections, last = overhead_sections(nbytes, bandwidth, overhead_s, measured, f"4 N = 4 x {n:,}")
+    *sections, last = overhead_sections(nbytes, bandwidth, overhead_s, measured, f"{formula} = {filled}")
     if left_out:
         last = replace(last, notes=(*last.notes, left_out))
     beta = bandwidth * 2 * (world_size - 1) / world_size

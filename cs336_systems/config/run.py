@@ -48,8 +48,9 @@ def without_default_min_lr(optimizer: dict[str, Any]) -> dict[str, Any]:
 class OptimizerConfig:
     """AdamW, with linear warm-up and then half a cosine down to min_lr."""
 
-    implementation: Literal["own", "torch", "torch_foreach", "torch_fused"] = "own"
-    """own: the readable AdamW in cs336_basics. The others are variants of torch.optim.AdamW; torch_fused is fastest."""
+    implementation: Literal["own", "torch", "torch_foreach", "torch_fused", "fused"] = "own"
+    """own: the readable AdamW in cs336_basics. torch, torch_foreach, torch_fused: variants of torch.optim.AdamW. fused:
+    clipping and AdamW in one pass over memory, the fastest; train.precision bf16 and fp16 always take it."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float | None = None
@@ -95,18 +96,19 @@ class TrainConfig:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N. auto uses the GPU if there is one."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Autocast dtype. fp16 also scales the loss. weight_dtype sets the dtype of the weights."""
+    """Dtype of computation. With bf16 and fp16 the model has 16-bit matrices and the optimizer their float32 masters;
+    embedding and norms stay float32. fp16 also scales the loss."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of weights, gradients and optimizer state. bf16 needs precision bf16; it halves the memory, but loses
-    updates smaller than 1/256 of a weight."""
+    """Dtype in which weights are kept and updated. bf16 needs precision bf16: all weights, gradients and optimizer
+    state are bf16 then. It halves the memory, but loses updates smaller than 1/256 of a weight."""
     compile: bool = False
     """Compile each block with torch.compile."""
     compile_memory_budget: float = 1.0
     """With compile: fraction of each block's activations to keep for the backward pass. Below 1, PyTorch recomputes the
     cheapest ones (its activation_memory_budget); 0.75 recomputes the norms and the product in the gated layer."""
     cuda_graph: bool = False
-    """Record forward and backward as a CUDA graph and replay it. This removes launch overhead, which dominates for
-    small models."""
+    """Record the step as a CUDA graph and replay it: forward and backward, and with optimizer.implementation fused the
+    update too. This removes launch overhead, which dominates for small models."""
     activation_checkpointing: str = "none"
     """none: keep all activations. block: each block keeps only its input and is recomputed in the backward pass.
     first_K: only the first K blocks do this. every_K: every K-th block does. groups_K: K blocks together keep only the
@@ -135,9 +137,6 @@ class TrainConfig:
         require_field(self, "train.weight_dtype", is_possible, f"'fp32' with train.precision {self.precision!r}")
         is_possible = budget == 1 or (0 <= budget < 1 and self.compile)
         require_field(self, "train.compile_memory_budget", is_possible, "from 0 to 1, and 1 without train.compile")
-        is_possible = not (self.cuda_graph and self.precision == "fp16")
-        accepted = "false with train.precision 'fp16', whose loss scaling decides on the host"
-        require_field(self, "train.cuda_graph", is_possible, accepted)
         if self.max_grad_norm == math.inf:  # JSON has no infinity
             object.__setattr__(self, "max_grad_norm", None)
         limit = self.max_grad_norm
@@ -146,6 +145,11 @@ class TrainConfig:
         accepted = f"a divisor of train.batch_size, {self.batch_size}"
         require_field(self, "train.gradient_accumulation_steps", is_possible, accepted)
         checkpointed_blocks(self.activation_checkpointing, "train.")
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether matrices are 16-bit in the model and float32 in the optimizer."""
+        return self.precision != "fp32" and self.weight_dtype == "fp32"
 
     @property
     def checkpointed(self) -> tuple[str, int] | None:
@@ -179,7 +183,8 @@ class ParallelConfig:
     """For fsdp and torch_fsdp: free weights after the forward pass and gather them again for the backward pass. false
     keeps them, in train.precision (ZeRO stage 2): less communication, more memory."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
-    """Dtype in which gradients are sent. same: the dtype they have."""
+    """Dtype in which gradients are sent and averaged. same: the dtype they have, for matrices in a 16-bit run of one
+    micro-batch a 16-bit one. fp32: twice the bytes, and averages that are rounded once."""
     nccl_max_ctas: int | None = None
     """Thread blocks per GPU that NCCL may take from computation (default: NCCL's choice). Not for gloo."""
     init_timeout_s: float = 300.0
@@ -311,6 +316,12 @@ class RunConfig:
         accepted = f"at most {context_length - 1}, to leave room for a prompt in model.context_length, {context_length}"
         is_possible = (self.sample.max_new_tokens or 0) < context_length
         require_field(self.sample, "sample.max_new_tokens", is_possible, accepted)
+        if self.train.has_masters:
+            object.__setattr__(self, "optimizer", dataclasses.replace(optimizer, implementation="fused"))
+            optimizer = self.optimizer
+        is_possible = optimizer.implementation != "fused" or self.train.weight_dtype == "fp32"
+        accepted = "another with train.weight_dtype 'bf16'"
+        require_field(optimizer, "optimizer.implementation", is_possible, accepted)
         self.check_world_size(self.parallel.devices)
         self.train.check_checkpointed(self.model.shape.num_layers)
         end = optimizer.cosine_steps or self.train.max_steps

@@ -29,9 +29,10 @@ def chunked_linear_cross_entropy(
     """`cs336_basics.nn_utils.linear_cross_entropy` with the logits of at most `chunk_tokens` tokens in memory.
 
     Products are computed in the dtype of x and weight, or of autocast; softmax, sums over tokens and the gradient of
-    the weight are float32 (float64 stays). reduction: "mean" or "sum". rows_loss: `loss_and_gradient`, or a compiled
-    version of it. Every target counts: none is ignored. Backward may be called only once and has no second derivatives.
-    Raises ValueError for another reduction and for targets that are not one integer for each row of x.
+    the weight are float32 (float64 stays). That is rounded once, to the weight's `grad_dtype`. reduction: "mean" or
+    "sum". rows_loss: `loss_and_gradient`, or a compiled version of it. Every target counts: none is ignored. Backward
+    may be called only once and has no second derivatives. Raises ValueError for another reduction and for targets that
+    are not one integer for each row of x.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}: it must be 'mean' or 'sum'")
@@ -45,7 +46,8 @@ def chunked_linear_cross_entropy(
     is_training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     flat, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
     scale = 1 / max(1, len(flat)) if reduction == "mean" else 1.0
-    settings = dtype, scale, chunk_tokens, is_training, rows_loss or loss_and_gradient
+    kept = (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+    settings = dtype, kept, scale, chunk_tokens, is_training, rows_loss or loss_and_gradient
     with without_autocast(device):
         return _Chunked.apply(flat, weight, wanted, *settings)
 
@@ -71,6 +73,7 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         dtype: torch.dtype,
+        kept: torch.dtype,
         scale: float,
         chunk_tokens: int,
         is_training: bool,
@@ -100,8 +103,8 @@ class _Chunked(torch.autograd.Function):
                 dx[here] = _product(gradient, w, wide).mul_(scale)  # rounded to x's dtype only once
             if dw is not None:
                 _add_product(dw, gradient.T, rows)
-        if dw is not None:  # in the weight's dtype, because it stays while all activations are in memory
-            dw = dw.mul_(scale).to(weight.dtype)
+        if dw is not None:  # rounded now, because it stays while all activations are in memory
+            dw = dw.mul_(scale).to(kept)
         ctx.gradients = dx, dw
         return loss * scale
 
@@ -115,7 +118,7 @@ class _Chunked(torch.autograd.Function):
             raise RuntimeError("chunked_linear_cross_entropy: backward was called before, and gradients are kept once")
         found, ctx.gradients = ctx.gradients, None
         scaled = (None if x is None else x.mul_(gradients[0]) for x in found)  # in place: nothing else holds them
-        return (*scaled, *[None] * 6)
+        return (*scaled, *[None] * 7)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,12 +13,12 @@ from .ddp import DDP
 
 
 class FlatBucket:
-    """One flat tensor whose views are the gradients of some parameters of one dtype."""
+    """One flat tensor whose views are the gradients, all of one dtype, of some parameters."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         sizes = [p.numel() for p in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].grad_dtype, device=parameters[0].device)
         self.views = [v.view(p.shape) for v, p in zip(self.flat.split(sizes), parameters, strict=True)]
 
     def collect(self) -> Tensor:

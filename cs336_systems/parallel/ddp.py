@@ -50,7 +50,7 @@ class FlatDDP(Strategy):
 
 
 def cut_into_buckets(parameters: list[nn.Parameter], max_bytes: float) -> list[list[nn.Parameter]]:
-    """Group consecutive parameters of one dtype and device into buckets of at most max_bytes.
+    """Group consecutive parameters with gradients of one dtype and device into buckets of at most max_bytes.
 
     A larger parameter has a bucket to itself. Buckets are in the order in which they become complete.
     """
@@ -58,10 +58,11 @@ def cut_into_buckets(parameters: list[nn.Parameter], max_bytes: float) -> list[l
     buckets: list[list[nn.Parameter]] = []
     filling: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
-        bucket = filling.setdefault((p.dtype, p.device), [])
-        if bucket and sum(q.nbytes for q in bucket) + p.nbytes > max_bytes:
+        kind = (p.grad_dtype or p.dtype), p.device
+        bucket = filling.setdefault(kind, [])
+        if bucket and sum(q.numel() for q in (*bucket, p)) * kind[0].itemsize > max_bytes:
             buckets.append(bucket)
-            bucket = filling[p.dtype, p.device] = []
+            bucket = filling[kind] = []
         bucket.append(p)
     return sorted([*buckets, *filling.values()], key=lambda bucket: index[bucket[-1]])
 

@@ -211,7 +211,7 @@ class ParamGroup:
         self._reduce_scatter[0].wait()
         self._reduce_scatter = None  # drops the input too
         self._reduce_scatter_input.release()
-        gradients = [torch.empty_like(p.shard) for p in self.trainable]
+        gradients = [torch.empty_like(p.shard, dtype=p.shard.grad_dtype) for p in self.trainable]
         torch._foreach_copy_(gradients, self._reduced)
         self._reduce_scatter_output.release()
         for p, gradient in zip(self.trainable, gradients, strict=True):

@@ -65,7 +65,7 @@ class ShardedParam:
         full.grad = None
         mine = gradient.new_empty(self.shard_shape)
         comm.start_reduce_scatter_mean([mine], [gradient], f"reduce-scatter of {self.name}").wait()
-        mean = mine[: len(self.shard)].to(self.shard.dtype)
+        mean = mine[: len(self.shard)].to(self.shard.grad_dtype)
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         self.reshard()
 

@@ -28,6 +28,10 @@ class Strategy(nn.Module):
     grad_dtype in which gradients cannot be sent.
     """
 
+    needs_float32 = False
+    """Whether a 16-bit run gives the strategy float32 weights and leaves the casts to it or to autocast. Others get
+    16-bit matrices, whose gradients may be float32 (`grad_dtype` of a parameter); the optimizer has the masters."""
+
     def __init__(self, module: nn.Module, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         check_communication_dtype("grad_dtype", grad_dtype)
@@ -74,26 +78,35 @@ class Strategy(nn.Module):
         On a GPU it may return earlier, but work that is queued afterwards sees the averages.
         """
 
+    def gradient_norm(self, square_sum: Callable[[list[Tensor], bool], Tensor]) -> Tensor:
+        """The 2-norm of the averaged gradients as a tensor, over the shards of all ranks, which call this together.
+
+        square_sum(gradients, are_shards): the sum of the squares of at least one gradient of this rank.
+        """
+        parameters = list(self.module.parameters())
+        sharded = [p.grad for p in parameters if p.grad is not None and is_shard(p)]
+        replicated = [p.grad for p in parameters if p.grad is not None and not is_shard(p)]
+        total = torch.zeros((), device=parameters[0].device)
+        if any(map(is_shard, parameters)):
+            if sharded:
+                total = square_sum(sharded, True)
+            comm.mean([total], "norm of the gradients")
+            total = total * comm.world_size()  # mean over ranks * world_size = sum over ranks
+        if replicated:
+            total = total + square_sum(replicated, False)
+        return total.sqrt()
+
     def clip_gradient(self, max_norm: float = math.inf) -> Tensor:
         """Scale the averaged gradients to a common 2-norm of at most max_norm; return the norm before, as a tensor.
 
-        With sharded weights it is the norm over the shards of all ranks, which call this together.
+        All ranks call it together. Not called where the optimizer clips (`gradient_norm`).
         """
         parameters = list(self.module.parameters())
         if not any(map(is_shard, parameters)):
             return clip_gradient(parameters, max_norm)
-        sharded = [p.grad for p in parameters if p.grad is not None and is_shard(p)]
-        replicated = [p.grad for p in parameters if p.grad is not None and not is_shard(p)]
-
-        def square_sum(gradients: list[Tensor]) -> Tensor:
-            norms = gradient_norms(gradients) if gradients else [torch.zeros((), device=parameters[0].device)]
-            return torch.stack(norms).square().sum()
-
-        square = square_sum(sharded)
-        comm.mean([square], "norm of the gradients")
-        # Mean over ranks * world_size = sum over ranks.
-        norm = (square * comm.world_size() + square_sum(replicated)).sqrt()
-        if max_norm != math.inf and (gradients := sharded + replicated):
+        norm = self.gradient_norm(lambda gradients, _: torch.stack(gradient_norms(gradients)).square().sum())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if max_norm != math.inf and gradients:
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
@@ -204,7 +217,7 @@ class UsedParameters:
             p = self._parameters[i]
             self._flags[i] = 0
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         return self._flags
 
     def drop_unused_gradients(self) -> None:

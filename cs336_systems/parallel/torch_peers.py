@@ -25,6 +25,8 @@ _COMPRESS = {torch.bfloat16: default_hooks.bf16_compress_hook, torch.float16: de
 class TorchDDP(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, with gradients as views of its buckets."""
 
+    needs_float32 = True  # its buckets hold gradients in the dtype of the weights only
+
     def __init__(self, module: nn.Module, bucket_size_mb: float = 25.0, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__(module, grad_dtype)
         self._ddp: Any = None
@@ -54,6 +56,8 @@ class TorchDDP(Strategy):
 
 class TorchFSDP(Strategy):
     """`torch.distributed.fsdp.fully_shard` on every element of a ModuleList, and on the module itself."""
+
+    needs_float32 = True  # it casts them to `compute_dtype`
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class SimpleShardedOptimizer(Optimizer):
         self._local: Optimizer | None = None  # updates this rank's own parameters
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * comm.world_size()  # elements that each rank owns
-        super().__init__(params, kwargs)
+        super().__init__(params, {})  # the groups get the defaults of optimizer_cls
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters. Each goes to the rank that has the fewest elements so far."""

@@ -4,6 +4,7 @@ One multiply and one add count as two operations, as in the handout and in the p
 """
 
 import math
+from collections.abc import Mapping
 
 from cs336_basics.shape import ModelShape
 
@@ -32,6 +33,36 @@ def block_matrices(shape: ModelShape) -> int:
 def matmul_parameters(shape: ModelShape) -> int:
     """Parameters in matrix products: V d + L (4 d^2 + 3 d d_ff). Excludes norms, and the embedding: it is a look-up."""
     return shape.vocab_size * shape.d_model + shape.num_layers * block_matrices(shape)
+
+
+KINDS = ("blocks", "head", "others")
+"""Kinds of parameters: the blocks' matrices, the head's, and the embedding and norms."""
+_NAMES = {
+    KINDS: "N",
+    ("blocks", "head"): "N_m",
+    ("others",): "(N - N_m)",
+    ("blocks",): "P L",
+    ("head", "others"): "(N - P L)",
+    ("head",): "V d",
+}
+
+
+def sizes_of(dtypes: Mapping[str, str]) -> dict[str, int]:
+    """Bytes per number, by kind of parameter."""
+    return {kind: NUMBER_BYTES[dtype] for kind, dtype in dtypes.items()}
+
+
+def bytes_of_kinds(shape: ModelShape, sizes: Mapping[str, int]) -> tuple[str, str, int]:
+    """Bytes of one tensor per parameter, with so many bytes per number of each of KINDS: formula, working, value."""
+    blocks, matrices, n = shape.num_layers * block_matrices(shape), matmul_parameters(shape), num_parameters(shape)
+    counts = {"blocks": blocks, "head": matrices - blocks, "others": n - matrices}
+    by_size: dict[int, tuple[str, ...]] = {}
+    for kind in KINDS:
+        if sizes[kind] or not any(sizes.values()):
+            by_size[sizes[kind]] = (*by_size.get(sizes[kind], ()), kind)
+    formula = " + ".join(f"{size} {_NAMES[kinds]}" for size, kinds in by_size.items())
+    filled = " + ".join(f"{size} x {sum(counts[kind] for kind in kinds):,}" for size, kinds in by_size.items())
+    return formula, filled, sum(sizes[kind] * counts[kind] for kind in KINDS)
 
 
 def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
@@ -76,6 +107,7 @@ def least_training_bytes(
     weight_parts: int = 1,
     state_parts: int = 1,
     weight_bytes: int = 4,
+    has_masters: bool = False,
     loss_chunk_tokens: int | None = None,
 ) -> int:
     """A lower bound on the memory of a process: 2 W N / w + 2 W N / s + 4 T d / H + 8 B T + 2 C V.
@@ -83,10 +115,14 @@ def least_training_bytes(
     The terms are: weights and gradients of W bytes per parameter, divided into w parts; AdamW's two moments, divided
     into s parts; the rotary tables; token IDs of the batch of B sequences; 16-bit logits of C tokens, which are the
     micro-batch or one chunk of it. Other activations are not counted.
+
+    has_masters: the N_m parameters in products have 16-bit weights and gradients, 4 N_m / w less, and float32 masters
+    beside the moments, 4 N_m / s more.
     """
     length, n = shape.context_length, num_parameters(shape)
     rotary = 4 * length * (shape.d_model // shape.num_heads)
-    state = 2 * weight_bytes * n // weight_parts + 2 * weight_bytes * n // state_parts
+    masters = 4 * matmul_parameters(shape) if has_masters else 0
+    state = (2 * weight_bytes * n - masters) // weight_parts + (2 * weight_bytes * n + masters) // state_parts
     tokens = micro_batch * length
     if loss_chunk_tokens is not None:
         tokens = -(-tokens // -(-tokens // loss_chunk_tokens))  # chunks have equal sizes, up to rounding

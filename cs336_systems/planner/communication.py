@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..machine.files import write_figure
-from .accounting import NUMBER_BYTES, num_parameters
+from .accounting import NUMBER_BYTES, bytes_of_kinds, num_parameters, sizes_of
 from .cards import Card
 from .job import Job
-from .working import MIB, Section, Term
+from .working import MIB, Section, Term, as_factor
 
 
 def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta: float) -> float:
@@ -65,34 +65,38 @@ def sent(job: Job, card: Card) -> Sent:
     Data parallelism all-reduces all gradients. FSDP gathers weights forward and, unless they stay whole, backward, and
     reduce-scatters gradients, in the dtype of computation.
     """
-    n, w = num_parameters(job.shape), job.world_size
+    w = job.world_size
     if job.is_sharded:
-        kind, size, times, units = "all-gather", job.number_bytes, job.gathers + 1, job.shape.num_layers + 2
+        kind, times, units, n = "all-gather", job.gathers + 1, job.shape.num_layers + 2, num_parameters(job.shape)
+        formula, filled, nbytes = f"{job.number_bytes} N", f"{job.number_bytes} x {n:,}", job.number_bytes * n
     else:  # an all-reduce sends every byte twice
-        kind, size, times, units = "all-reduce", NUMBER_BYTES[job.sent_dtype], 2, num_calls(job)
-    one = ring_seconds(kind, size * n, w, 0, card.link)
+        kind, times, units = "all-reduce", 2, num_calls(job)
+        formula, filled, nbytes = bytes_of_kinds(job.shape, sizes_of(job.sent_dtypes))
+        formula, filled = as_factor(formula), as_factor(filled)
+    one = ring_seconds(kind, nbytes, w, 0, card.link)
     passes = times if job.is_sharded else 1
     calls = passes * units
-    working = f"{times} x {size} N (w - 1) / w = {times} x {size} x {n:,} x {w - 1} / {w}"
+    working = f"{times} x {formula} (w - 1) / w = {times} x {filled} x {w - 1} / {w}"
     overhead_s = calls * collective_seconds(kind, 0, w, card)
-    return Sent(passes * one, overhead_s, one / units, calls, times * ((w - 1) / w) * (size * n), working)
+    return Sent(passes * one, overhead_s, one / units, calls, times * ((w - 1) / w) * nbytes, working)
 
 
 def num_calls(job: Job) -> int:
-    """All-reduces of gradients in a step: one in all, one per parameter, or one per bucket."""
-    s, b = job.shape, job.weight_bytes
-    d, matrix = s.d_model, b * s.d_model**2
-    block = [b * d] + [matrix] * 4 + [b * d] + [b * d * s.d_ff] * 3
-    sizes = [b * s.vocab_size * d, *block * s.num_layers, b * d, b * s.vocab_size * d]
+    """All-reduces of gradients in a step: one for each type of them, one per parameter, or one per bucket of a type."""
+    s, d, types = job.shape, job.shape.d_model, job.gradient_dtypes
+    norm, square, wide = ("others", d), ("blocks", d * d), ("blocks", d * s.d_ff)
+    block = [norm, *[square] * 4, norm, *[wide] * 3]
+    gradients = [("others", s.vocab_size * d), *block * s.num_layers, norm, ("head", s.vocab_size * d)]
     if job.strategy == "flat":
-        return 1
+        return len(set(types.values()))
     if job.bucket_size_mb is None or job.strategy in ("naive", "individual"):
-        return len(sizes)
-    most, calls, filled = job.bucket_size_mb * MIB, 1, 0
-    for size in reversed(sizes):
-        if filled and filled + size > most:
-            calls, filled = calls + 1, 0
-        filled += size
+        return len(gradients)
+    most, calls = job.bucket_size_mb * MIB, 0
+    filled: dict[str, int] = {}
+    for kind, numel in reversed(gradients):
+        size, so_far = NUMBER_BYTES[types[kind]] * numel, filled.get(types[kind])
+        is_new = so_far is None or so_far + size > most
+        calls, filled[types[kind]] = calls + is_new, size + (0 if is_new or so_far is None else so_far)
     return calls
 
 

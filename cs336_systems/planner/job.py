@@ -7,12 +7,14 @@ from cs336_basics.shape import ModelShape
 
 from ..config.checks import check_types, checkpointed_blocks, require, require_at_least
 from ..config.run import SHARDED
-from .accounting import FLASH_ATTENTION, NUMBER_BYTES, PLAIN_ATTENTION
+from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 OVERLAPPED = ("overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 """Strategies that communicate during the backward pass."""
 STRATEGIES = ("none", "naive", "flat", *OVERLAPPED, "fsdp_simple")
+NEED_FLOAT32 = ("torch_ddp", "torch_fsdp")
+"""Strategies that a 16-bit run gives float32 weights."""
 ALIASES = {"flashddp": "bucketed"}
 """Names of training strategies that mean one of STRATEGIES."""
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}
@@ -28,9 +30,9 @@ class Job:
     batch_size: int = 4
     """Sequences per GPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Autocast type."""
+    """Type of computation."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of weights, gradients and optimizer state."""
+    """Type of the weights that are updated, and of the optimizer's state."""
     attention: str = "flash"
     """naive, flash, or a kernel's registered name."""
     activation_checkpointing: str = "none"
@@ -56,7 +58,9 @@ class Job:
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Type in which gradients are sent."""
     optimizer: bool = True
-    """Whether there is an optimizer step (fused AdamW)."""
+    """Whether there is an optimizer step (AdamW in one kernel, PyTorch's or `fused`)."""
+    fused: bool = False
+    """The optimizer `fused`, which clips as well, and has float32 masters of 16-bit matrices."""
     clip: bool = True
     """Whether gradients are scaled by their norm."""
 
@@ -66,6 +70,7 @@ class Job:
         narrow, budget = self.weight_dtype == "bf16", self.compile_memory_budget
         accepted = not narrow or self.precision == "bf16"
         require(accepted, "weight_dtype", "bf16", f"fp32 with precision {self.precision!r}")
+        require(not (self.fused and narrow), "fused", True, "false with weight_dtype 'bf16'")
         accepted = budget == 1 or (0 <= budget < 1 and self.compile)
         require(accepted, "compile_memory_budget", budget, "from 0 to 1, and 1 without compile")
         require(self.attention in ATTENTION, "attention", self.attention, f"one of {', '.join(ATTENTION)}")
@@ -94,18 +99,46 @@ class Job:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes per number of weights, gradients and optimizer state."""
+        """Bytes per number of the weights that are updated, and of the optimizer's moments."""
         return NUMBER_BYTES[self.weight_dtype]
 
     @property
-    def sent_dtype(self) -> str:
-        """Type in which gradients travel."""
-        return self.weight_dtype if self.grad_dtype == "same" else self.grad_dtype
+    def has_masters(self) -> bool:
+        """Whether the model's matrices are 16-bit, and the optimizer has their float32 masters."""
+        return self.fused and self.number_bytes == 2 and self.strategy not in NEED_FLOAT32
+
+    @property
+    def weight_dtypes(self) -> dict[str, str]:
+        """Types of the model's weights, for each of KINDS."""
+        matrices = self.precision if self.has_masters else self.weight_dtype
+        return {"blocks": matrices, "head": matrices, "others": self.weight_dtype}
+
+    @property
+    def gradient_dtypes(self) -> dict[str, str]:
+        """Types of their gradients. A loss in chunks adds the head's up in float32."""
+        is_sum = self.has_masters and self.loss_chunk_tokens is not None
+        return self.weight_dtypes | ({"head": "fp32"} if is_sum else {})
+
+    @property
+    def sent_dtypes(self) -> dict[str, str]:
+        """Types in which gradients travel."""
+        return self.gradient_dtypes if self.grad_dtype == "same" else dict.fromkeys(KINDS, str(self.grad_dtype))
+
+    @property
+    def cast_to_send(self) -> dict[str, int]:
+        """Bytes per number of the copies in which gradients travel, 0 for those that are sent as they are."""
+        own, sent = self.gradient_dtypes, self.sent_dtypes
+        return {kind: NUMBER_BYTES[sent[kind]] if sent[kind] != own[kind] else 0 for kind in KINDS}
 
     @property
     def computes_narrow(self) -> bool:
-        """Whether the model computes with 16-bit weights, which make the residual stream 16-bit too."""
+        """Whether all weights that the model computes with are 16-bit, which makes the residual stream 16-bit too."""
         return self.number_bytes == 2 and (self.weight_bytes == 2 or self.is_sharded)
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast makes 16-bit copies of float32 weights."""
+        return self.number_bytes == 2 and not self.computes_narrow and not self.has_masters
 
     @property
     def residual_number_bytes(self) -> int:

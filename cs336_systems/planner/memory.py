@@ -1,27 +1,30 @@
 """Memory of a training step on one GPU: the constant part, the activations and gradients, and the moment of the peak.
 
-Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes per parameter (Rajbhandari et al. 2020, ZeRO,
-section 3.1, count mixed precision with float16 weights in the same way), or half of that in bfloat16. The peak is at
+Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes per parameter, or half of that in bfloat16. A
+16-bit matrix with a float32 master takes 2 + 2 + 4 + 8 (Rajbhandari et al. 2020, ZeRO, section 3.1). The peak is at
 one of a few moments, because between them activations are freed and gradients appear steadily, block by block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from cs336_basics.shape import ModelShape
 
 from .accounting import (
+    KINDS,
     NUMBER_BYTES,
     PLAIN_ATTENTION,
     block_matrices,
+    bytes_of_kinds,
     gradient_bytes,
     head_bytes,
     num_parameters,
+    sizes_of,
     weight_copy_bytes,
 )
 from .activations import block_parts, kept_blocks, saved_bytes
 from .job import IN_BUCKETS, Job
-from .working import GIB, MIB, Section, Term, show, total
+from .working import GIB, MIB, Section, Term, as_factor, show, total
 
 # cuBLAS's workspace on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each thread that
 # computes. A step has two: its caller and autograd's.
@@ -59,37 +62,49 @@ def allocated_bytes(nbytes: float) -> float:
     return size + (rest / fit if rest <= _SMALL else 0)
 
 
-def tensors(shape: ModelShape) -> Iterator[tuple[int, int, int]]:
-    """Count, rows and columns of the parameters of each size; a norm's weight is one row."""
+def tensors(shape: ModelShape) -> Iterator[tuple[str, int, int, int]]:
+    """Kind, count, rows and columns of the parameters of each size; a norm's weight is one row."""
     d, layers = shape.d_model, shape.num_layers
-    yield 2, shape.vocab_size, d
-    yield 4 * layers, d, d
-    yield 3 * layers, d, shape.d_ff
-    yield 2 * layers + 1, 1, d
+    yield "head", 1, shape.vocab_size, d
+    yield "others", 1, shape.vocab_size, d
+    yield "blocks", 4 * layers, d, d
+    yield "blocks", 3 * layers, d, shape.d_ff
+    yield "others", 2 * layers + 1, 1, d
 
 
-def parameter_bytes(shape: ModelShape, number_bytes: int, parts: int = 1) -> float:
-    """Allocated memory of one tensor per parameter; matrices are divided into parts by rows."""
-    sizes = ((count, -(-rows // parts) * columns) for count, rows, columns in tensors(shape))
-    return sum(count * allocated_bytes(number_bytes * numel) for count, numel in sizes)
+def parameter_bytes(shape: ModelShape, sizes: Mapping[str, int], parts: int = 1) -> float:
+    """Allocated memory of one tensor per parameter, with so many bytes per number of each of KINDS.
+
+    Matrices are divided into parts by rows.
+    """
+    return sum(
+        count * allocated_bytes(sizes[kind] * -(-rows // parts) * columns)
+        for kind, count, rows, columns in tensors(shape)
+    )
 
 
 def constant_terms(job: Job) -> list[Term]:
     """Memory in use from the first step on: weights, optimizer state, gradients in buckets, and small tensors."""
-    s, n, w, b = job.shape, num_parameters(job.shape), job.weight_parts, job.weight_bytes
+    s, w, b = job.shape, job.weight_parts, job.weight_bytes
+    weights, gradients = sizes_of(job.weight_dtypes), sizes_of(job.gradient_dtypes)
     # The sharded optimizer packs weights into large tensors, so the allocator adds nothing.
     packed = job.shard_optimizer and job.world_size > 1
-    weights = b * n if packed else parameter_bytes(s, b, w)
-    terms = [_of_all_weights("weights", b, job, w, weights)]
+    value = bytes_of_kinds(s, weights)[2] if packed else parameter_bytes(s, weights, w)
+    terms = [_of_all_weights("weights", weights, job, w, value)]
     if job.optimizer:
-        state = 2 * parameter_bytes(s, b, w) / (job.state_parts / w)
-        terms.append(_of_all_weights("optimizer state", 2 * b, job, job.state_parts, state))
+        if job.has_masters:
+            masters = {"blocks": b, "head": b, "others": 0}
+            value = parameter_bytes(s, masters, w) / (job.state_parts / w)
+            terms.append(_of_all_weights("master weights", masters, job, job.state_parts, value))
+        state = 2 * parameter_bytes(s, dict.fromkeys(KINDS, b), w) / (job.state_parts / w)
+        terms.append(_of_all_weights("optimizer state", dict.fromkeys(KINDS, 2 * b), job, job.state_parts, state))
     if job.strategy in IN_BUCKETS:  # flat tensors of up to bucket_size_mb; a larger gradient is a bucket of its own
-        most, sizes = (job.bucket_size_mb or 0) * MIB, [(count, b * r * c) for count, r, c in tensors(s)]
-        together = sum(count * nbytes for count, nbytes in sizes if 2 * nbytes <= most)
-        buckets = together + sum(count * allocated_bytes(nbytes) for count, nbytes in sizes if nbytes > most / 2)
-        working = f"{b} N = {b} x {n:,}{in_blocks(buckets, b * n)}, in buckets of {job.bucket_size_mb:g} MiB"
-        terms.append(Term("gradients in buckets", working, buckets))
+        most = (job.bucket_size_mb or 0) * MIB
+        each = [(count, gradients[kind] * r * c) for kind, count, r, c in tensors(s)]
+        together = sum(count * nbytes for count, nbytes in each if 2 * nbytes <= most)
+        buckets = together + sum(count * allocated_bytes(nbytes) for count, nbytes in each if nbytes > most / 2)
+        term = _of_all_weights("gradients in buckets", gradients, job, 1, buckets)
+        terms.append(replace(term, working=f"{term.working}, in buckets of {job.bucket_size_mb:g} MiB"))
     length, half = s.context_length, s.d_model // s.num_heads // 2
     working = f"4 N_ctx d_head + 16 T = 4 x {length} x {2 * half} + 16 x {job.tokens:,}"
     terms.append(Term("rotary tables, tokens", working, 8 * length * half + 16 * job.tokens))
@@ -103,23 +118,25 @@ def over(parts: int) -> str:
 
 def in_blocks(allocated: float, nbytes: float) -> str:
     """The end of a formula of bytes if the allocator's blocks are noticeably larger."""
-    more = allocated / nbytes - 1
+    more = allocated / nbytes - 1 if nbytes else 0
     return f", + {more:.1%} for the allocator's blocks" if more >= 0.0005 else ""
 
 
-def _of_all_weights(name: str, number_bytes: int, job: Job, parts: int, value: float) -> Term:
-    """A term of number_bytes per parameter, divided into parts."""
-    n = num_parameters(job.shape)
-    formula = f"{number_bytes} N{over(parts)} = {number_bytes} x {n:,}{over(parts)}"
-    return Term(name, formula + in_blocks(value, number_bytes * n / parts), value)
+def _of_all_weights(name: str, sizes: Mapping[str, int], job: Job, parts: int, value: float) -> Term:
+    """A term of so many bytes per parameter of each kind, divided into parts."""
+    formula, filled, exact = bytes_of_kinds(job.shape, sizes)
+    if parts > 1:
+        formula, filled = as_factor(formula), as_factor(filled)
+    return Term(name, f"{formula}{over(parts)} = {filled}{over(parts)}{in_blocks(value, exact / parts)}", value)
 
 
 def gradient_term(job: Job) -> Term:
     """All gradients of this GPU's weights, unless buckets already hold them."""
     if job.strategy in IN_BUCKETS:
         return Term("gradients", "in their buckets", 0)
-    value = parameter_bytes(job.shape, job.weight_bytes, job.weight_parts)
-    return _of_all_weights("gradients", job.weight_bytes, job, job.weight_parts, value)
+    sizes = sizes_of(job.gradient_dtypes)
+    value = parameter_bytes(job.shape, sizes, job.weight_parts)
+    return _of_all_weights("gradients", sizes, job, job.weight_parts, value)
 
 
 def copy_terms(job: Job) -> tuple[Term, Term]:
@@ -130,10 +147,10 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
     latter. There are no copies if the weights, or the gathered weights of a strategy, have the dtype of computation.
     """
     s = job.shape
-    if job.precision == "fp32" or job.computes_narrow:
+    if not job.casts_weights:
         nothing = Term("weight copies", "none", 0)
         return nothing, nothing
-    rounding = parameter_bytes(s, 2) / (2 * num_parameters(s))
+    rounding = parameter_bytes(s, dict.fromkeys(KINDS, 2)) / (2 * num_parameters(s))
     a_block, numbers = weight_copy_bytes(s, job.precision) * rounding, block_matrices(s)
     head = 0 if job.loss_chunk_tokens else 2 * s.vocab_size * s.d_model  # in chunks the loss casts by itself
 
@@ -176,7 +193,7 @@ def logits_terms(job: Job) -> tuple[Term, Term, Term]:
         numbers, weight = job.logits_tokens * s.vocab_size, s.vocab_size * s.d_model
         logits = (2 * c if job.compile else 2 * c + 5 + (4 if c < 4 else 0)) * numbers
         products = c * numbers + (0 if c == 4 else 4) * weight  # the product is a separate tensor, then added
-        copy = 0 if c == 4 or job.computes_narrow else c
+        copy = c if job.casts_weights else 0
         stays = 2 if job.computes_narrow else 4
         working = f"max({logits:,}, {products:,}) of {job.logits_tokens:,} tokens + {4 + copy} V d, V d = {weight:,}"
         return (
@@ -225,10 +242,10 @@ def unit_terms(job: Job) -> dict[str, Term]:
 def block_term(job: Job) -> Term:
     """Temporaries of a block's backward pass: `accounting.gradient_bytes`, and a matrix's gradient.
 
-    That gradient is computed in the dtype of computation and then cast to float32: (c + 4) d d_ff under autocast.
+    That gradient is computed in the dtype of computation and then cast to that of a float32 weight: (c + 4) d d_ff.
     """
     s, c = job.shape, job.number_bytes
-    wide = 0 if c == 4 or job.computes_narrow else c + 4
+    wide = c + 4 if job.casts_weights else 0
     r, td, factors = job.residual_number_bytes, job.tokens * s.d_model, 2 * c * job.tokens * s.d_ff
     beyond = gradient_bytes(s, job.batch_size, s.context_length, job.precision, job.kernel, on_gpu=True) - 4 * td
     formula, value = f"{r} T d + {2 * c} T d_ff", f"{r * td:,} + {beyond:,}"
@@ -251,11 +268,12 @@ def moments(job: Job) -> dict[str, list[Term]]:
     whole = sum(block_parts(job).values())
     entry = f" and {inputs} inputs of blocks" if inputs else ""
     activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
-    copies = 0 if job.computes_narrow else at_once * weight_copy_bytes(job.shape, job.precision)
+    copies = at_once * weight_copy_bytes(job.shape, job.precision) if job.casts_weights else 0
     working = f"{job.activation_checkpointing}: {again:,}, and {copies:,} of weights' copies"
     recomputed = Term("recomputed", working, again + copies)
     one = Term("activations", "of the first block", whole)
-    b, e, n = job.weight_bytes, job.shape.vocab_size * job.shape.d_model, num_parameters(job.shape)
+    gradients, b = sizes_of(job.gradient_dtypes), NUMBER_BYTES[job.gradient_dtypes["head"]]
+    e = job.shape.vocab_size * job.shape.d_model
     head_grad = Term("gradient of the head", f"{b} V d = {b} x {e:,}", 0 if job.strategy in IN_BUCKETS else b * e)
     if job.is_sharded:
         head_grad = units["end"]
@@ -269,11 +287,10 @@ def moments(job: Job) -> dict[str, list[Term]]:
         "backward of the first block": [*constant, one, after_loss, grads, block, units["backward"]],
     }
     if job.strategy == "flat" and job.world_size > 1:
-        flat = Term("all gradients flat", f"{b} N = {b} x {n:,}", b * n)
+        flat = _of_all_weights("all gradients flat", gradients, job, 1, bytes_of_kinds(job.shape, gradients)[2])
         found["gradients flattened"] = [*constant, after_loss, grads, flat]
-    is_copied = job.sent_dtype != job.weight_dtype and not job.is_sharded and job.strategy not in ("none", "naive")
-    wire = NUMBER_BYTES[job.sent_dtype] if is_copied else 0
-    sent = Term("gradients in transit", f"{wire} N = {wire} x {n:,}", wire * n)
+    cast = dict.fromkeys(KINDS, 0) if job.is_sharded or job.strategy in ("none", "naive") else job.cast_to_send
+    sent = _of_all_weights("gradients in transit", cast, job, 1, bytes_of_kinds(job.shape, cast)[2])
     found["the end of backward"] = [*constant, after_loss, grads, units["end"], sent]
     return found
 
@@ -299,7 +316,7 @@ def part_bytes(job: Job) -> dict[str, float]:
     return {
         "parameters": constant["weights"],
         "gradients": constant.get("gradients in buckets", 0) + gradient_term(job).value,
-        "optimizer_state": constant.get("optimizer state", 0),
+        "optimizer_state": constant.get("optimizer state", 0) + constant.get("master weights", 0),
         "activations": saved_bytes(job)[0] + sum(term.value for term in left),
         "peak": peak_bytes(job),
     }
@@ -333,11 +350,11 @@ def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
     sums = {name: sum(term.value for term in terms) for name, terms in at.items()}
     when = max(sums, key=lambda name: sums[name])
     terms = [term for term in at[when] if term.value]
-    b, parts = job.weight_bytes, job.weight_parts
-    more = terms[0].value * parts / (b * num_parameters(job.shape)) - 1
+    formula, _, exact = bytes_of_kinds(job.shape, sizes_of(job.weight_dtypes))
+    more, types = terms[0].value * job.weight_parts / exact - 1, " and ".join(dict.fromkeys(job.weight_dtypes.values()))
     rounding = (
-        f"tensors are counted in blocks of PyTorch's allocator: {'float32' if b == 4 else 'bfloat16'} weights take "
-        f"{more:.1%} more than {b} N{over(parts)} bytes"
+        f"tensors are counted in blocks of PyTorch's allocator: {types} weights take "
+        f"{more:.1%} more than {as_factor(formula)}{over(job.weight_parts)} bytes"
     )
     sections = [
         Section(f"Memory of a GPU at its peak, {when}", (*terms, total("peak", terms)), (rounding,)),

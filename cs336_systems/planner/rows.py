@@ -10,7 +10,7 @@ from cs336_basics.shape import ModelShape
 from ..config.model import SHAPE_FIELDS, ModelConfig
 from ..config.run import ParallelConfig
 from ..machine.peaks import known_name
-from .accounting import num_parameters
+from .accounting import bytes_of_kinds, sizes_of
 from .cards import CARDS, Card
 from .job import ALIASES, Job
 from .working import MIB
@@ -92,8 +92,21 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         compile=train["compile"],
         compile_memory_budget=train.get("compile_memory_budget", 1.0),
         cuda_graph=train["cuda_graph"],
+        fused=_is_fused(run),
         **sharing,
     )
+
+
+def gradient_bytes_of(run: Mapping[str, Any]) -> int:
+    """Bytes of the gradients of a run that is not sharded, from the configuration in its row."""
+    train, names = run.get("train", {}), ("precision", "weight_dtype", "loss_chunk_tokens")
+    how = {name: train[name] for name in names if name in train}
+    job = Job(shape=ModelConfig(**run["model"]).shape, fused=_is_fused(run), **how)
+    return bytes_of_kinds(job.shape, sizes_of(job.gradient_dtypes))[2]
+
+
+def _is_fused(run: Mapping[str, Any]) -> bool:
+    return run.get("optimizer", {}).get("implementation") == "fused"
 
 
 def is_forward(row: Measured) -> bool:
@@ -157,8 +170,7 @@ def overheads_beside(
     for row in rows:
         kind = row.case
         if kind in ("ddp", "bucket-size"):
-            sent = 4 * num_parameters(ModelConfig(**row.config["run"]["model"]).shape)
-            ranks = row.config["devices"]
+            sent, ranks = gradient_bytes_of(row.config["run"]), row.config["devices"]
             is_wanted = math.isclose(sent, nbytes, rel_tol=0.01) and ranks == world_size
             kind = wanted if is_wanted else f"{kind} of {sent / 1e9:.4g} GB on {ranks} GPUs"
         by_kind.setdefault(kind, []).append(row)

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 
 from ..config.checks import require
 from .accounting import (
+    KINDS,
     NUMBER_BYTES,
     attention_product_flops,
     block_matrices,
+    bytes_of_kinds,
     matmul_parameters,
     num_parameters,
+    sizes_of,
     training_flops,
 )
 from .activations import kept_blocks
@@ -20,7 +23,7 @@ from .cards import Card
 from .communication import sent
 from .job import IN_BUCKETS, OVERLAPPED, Job
 from .memory import in_blocks, over, parameter_bytes
-from .working import Section, Term, total
+from .working import Section, Term, as_factor, total
 
 # Kernels per block, forward and backward, and the time from the end of one to the start of the next within a CUDA
 # graph: for xl at 512 tokens, 83.1 ms, of which kernels ran for 78.9 (results/h200/ddp-streams).
@@ -168,7 +171,7 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     rate = card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
     small = [layers * size / rate for size in elementwise_bytes(job)]
     w = job.weight_parts
-    casts = 0 if job.precision == "fp32" or job.weight_bytes == 2 else 12 * nm / w
+    casts = 12 * nm / w if job.number_bytes == 2 and NUMBER_BYTES[job.weight_dtypes["blocks"]] == 4 else 0
     loss_numbers = (4 if job.compile else 40) * job.number_bytes // 2
     loss, loss_formula = loss_numbers * job.tokens * s.vocab_size, f"{loss_numbers} T V"
     if job.loss_chunk_tokens:  # each chunk's weight gradient is written, then added to the previous ones
@@ -222,20 +225,24 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
     a_call_us = all_sent.overhead_s / all_sent.calls * 1e6
     working = f"{left * 1e3:.4g} of {time * 1e3:.4g} ms of bytes + {all_sent.calls} calls x {a_call_us:.4g} us"
     interference = hidden * CHANNELS / card.multiprocessors + PASSES * all_sent.bytes_a_gpu / card.bandwidth
-    n, b = num_parameters(job.shape), job.weight_bytes
-    copies = b * {"flat": 4, **dict.fromkeys(IN_BUCKETS, 2 if job.cuda_graph else 4)}.get(job.strategy, 0)
-    if job.sent_dtype != job.weight_dtype and not job.is_sharded:
-        copies += 2 * (NUMBER_BYTES[job.sent_dtype] + b)
+    own, cast = sizes_of(job.gradient_dtypes), job.cast_to_send
+    times = {"flat": 4, **dict.fromkeys(IN_BUCKETS, 2 if job.cuda_graph else 4)}.get(job.strategy, 0)
+    copies = {
+        kind: times * own[kind] + (2 * (cast[kind] + own[kind]) if cast[kind] and not job.is_sharded else 0)
+        for kind in KINDS
+    }
+    copied, _, nbytes = bytes_of_kinds(job.shape, copies)
     passing = _by_rate(PASSES * all_sent.bytes_a_gpu, card.bandwidth)
     costs = f"{hidden * 1e3:.4g} ms x {CHANNELS} / {card.multiprocessors} multiprocessors + {passing}, {PASSES} passes"
     terms = [
         Term("communication exposed", working, left + all_sent.overhead_s, "s"),
         Term("cost of hiding the rest", costs if hidden else "none", interference if hidden else 0, "s"),
-        _through_memory("copies of gradients", f"{copies} N", copies * n, card),
+        _through_memory("copies of gradients", copied, nbytes, card),
     ]
     if job.shard_optimizer:
-        share = b * n * (job.world_size - 1) / job.world_size
-        formula = f"{b} N ({job.world_size} - 1) / {job.world_size}"
+        weights, _, nbytes = bytes_of_kinds(job.shape, sizes_of(job.weight_dtypes))
+        share = nbytes * (job.world_size - 1) / job.world_size
+        formula = f"{as_factor(weights)} ({job.world_size} - 1) / {job.world_size}"
         working = f"{formula} = {share / 1e9:.4g} GB / {card.link / 1e9:.4g} GB/s"
         terms.append(Term("sending weights", working, share / card.link, "s"))
     return terms
@@ -244,14 +251,20 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
 def step_terms(job: Job, card: Card) -> list[Term]:
     """All parts of a step, and their total.
 
-    Clipping reads gradients and scales them, 4 N and 8 N bytes. Fused AdamW reads weight, gradient and two moments and
-    writes all but the gradient, 28 N bytes. With bfloat16 weights all of them are half as many.
+    Clipping reads gradients and scales them, 4 N and 8 N bytes. AdamW in one kernel reads weight, gradient and two
+    moments and writes all but the gradient, 28 N bytes. With bfloat16 weights all of them are half as many. The
+    optimizer `fused` clips in the same kernel: only the norm is read before. Of a 16-bit matrix it reads the gradient
+    and writes the weight, 2 + 2 bytes in place of the 4 of a float32 gradient.
     """
     terms = compute_terms(job, card)
     terms += communication_terms(job, card, backward_s=sum(term.value for term in terms) * 2 / 3)
     n, b, w, parts = num_parameters(job.shape), job.weight_bytes, job.weight_parts, job.state_parts
     if job.clip:
-        terms.append(_through_memory("gradient norm and clipping", f"{3 * b} N{over(w)}", 3 * b * n / w, card))
+        passes = 1 if job.fused else 3
+        read = {kind: passes * size for kind, size in sizes_of(job.gradient_dtypes).items()}
+        formula, _, nbytes = bytes_of_kinds(job.shape, read)
+        formula = f"{as_factor(formula)}{over(w)}" if w > 1 else formula
+        terms.append(_through_memory("gradient norm and clipping", formula, nbytes / w, card))
     if job.optimizer:
         terms.append(_through_memory("optimizer", f"{7 * b} N{over(parts)}", 7 * b * n / parts, card))
     return [*terms, total("step", terms)]
@@ -270,7 +283,8 @@ def step_sections(job: Job, card: Card) -> list[Section]:
     s, t, b, parts = job.shape, job.tokens, job.weight_bytes, job.state_parts
     n, nm, flops = num_parameters(s), matmul_parameters(s), training_flops(s, job.batch_size, s.context_length)
     d, layers = s.d_model, s.num_layers
-    a_block, gradients = block_matrices(s) + 2 * d, parameter_bytes(s, b)
+    a_block, (own, own_filled, own_bytes) = block_matrices(s) + 2 * d, bytes_of_kinds(s, sizes_of(job.gradient_dtypes))
+    gradients = parameter_bytes(s, sizes_of(job.gradient_dtypes))
     all_parameters = (
         f"2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d = 2 x {s.vocab_size:,} x {d:,} + {layers} x {a_block:,} + {d:,}"
     )
@@ -286,7 +300,7 @@ def step_sections(job: Job, card: Card) -> list[Section]:
              f"{job.batch_size} x {s.context_length}^2 x {d})", flops, "FLOP"),
         Term("bytes of the optimizer", f"{7 * b} N{over(parts)} = {7 * b} x {n:,}{over(parts)}", 7 * b * n / parts),
         Term("bytes of elementwise", elementwise, layers * sum(elementwise_bytes(job))),
-        Term("gradients", f"{b} N = {b} x {n:,}{in_blocks(gradients, b * n)}", gradients),
+        Term("gradients", f"{own} = {own_filled}{in_blocks(gradients, own_bytes)}", gradients),
     ]  # fmt: skip
     if job.world_size > 1:
         all_sent = sent(job, card)

@@ -38,6 +38,11 @@ def total(name: str, terms: Sequence[Term]) -> Term:
     return Term(name, SUM, math.fsum(term.value for term in terms), terms[0].unit)
 
 
+def as_factor(formula: str) -> str:
+    """A formula as a factor of another: a sum in brackets."""
+    return f"({formula})" if " + " in formula else formula
+
+
 def show(value: float, unit: str, like: float | None = None) -> str:
     """A value in the unit that reads best: bytes in GiB or MiB, seconds in ms or us, operations in TFLOP.
 

@@ -11,7 +11,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_basics.model import LayerCache, TransformerLM
+from cs336_basics.model import LayerCache, Linear, LMHead, TransformerLM
 from cs336_basics.optimizer import AdamW
 
 from ..config.checks import require, shown
@@ -22,6 +22,7 @@ from ..machine.hardware import DTYPES
 from ..parallel import Options, StrategyFactory, comm, get_strategy
 from ..parallel.strategy import Strategy
 from .load import LoadedModel
+from .optimizer import FusedAdamW
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,50 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+def narrow_matrices(model: nn.Module, config: TrainConfig) -> dict[str, Tensor]:
+    """Make the weights of linear layers 16-bit, in place; return the float32 ones by name, rank 0's on all ranks.
+
+    Their gradients are 16-bit too, except for sums of 16-bit products: those of several micro-batches, and of the head
+    whose loss is computed in chunks.
+    """
+    masters: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            masters[f"{name}.weight"] = module.weight.data
+            module.weight.data = module.weight.data.to(DTYPES[config.precision])
+            is_chunked = isinstance(module, LMHead) and config.loss_chunk_tokens is not None
+            if config.gradient_accumulation_steps > 1 or is_chunked:
+                module.weight.grad_dtype = torch.float32
+    comm.broadcast(list(masters.values()), "broadcast of the master weights")
+    with torch.no_grad():
+        for name, master in masters.items():
+            model.get_parameter(name).copy_(master)
+    return masters
+
+
+def masters_of(strategy: Strategy, whole: dict[str, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """The master weights by parameter, of sharded ones this rank's rows. Empties `whole`, which has them by name."""
+    shards, masters = strategy.shards(), {}
+    for name, p in strategy.module.named_parameters():
+        if name in whole:
+            master = whole.pop(name)
+            if name in shards:
+                first_row = shards[name][1]
+                master = master[first_row : first_row + len(p)].clone()
+            masters[p] = master
+    return masters
+
+
 def build_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, sharded: bool | Literal["simple"] = False
+    model: torch.nn.Module,
+    config: OptimizerConfig,
+    sharded: bool | Literal["simple"] = False,
+    **fused: Any,
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices and none on vectors (norm weights).
 
-    sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version of it to read.
+    sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version of it to read. fused: further
+    arguments of `FusedAdamW`, for the implementation fused.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -62,7 +101,10 @@ def build_optimizer(
     ]
     common: dict[str, Any] = dict(lr=config.lr, betas=config.betas, eps=config.eps)
     cls: type[torch.optim.Optimizer] = AdamW
-    if config.implementation != "own":
+    if config.implementation == "fused":
+        cls = FusedAdamW
+        common |= fused
+    elif config.implementation != "own":
         cls = torch.optim.AdamW
         common |= {name: config.implementation == f"torch_{name}" for name in ("fused", "foreach")}
     if sharded == "simple":

@@ -1,4 +1,4 @@
-"""A training step's forward and backward, recorded once as a CUDA graph and replayed.
+"""A training step, or its forward and backward, recorded once as a CUDA graph and replayed.
 
 A step of a small model is hundreds of kernels of a few microseconds each. It is host-bound: launching them one by one
 from Python takes the host longer than the GPU needs to run them. A replay is one launch. The recorded shapes, addresses

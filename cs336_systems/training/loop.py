@@ -1,4 +1,4 @@
-"""One optimizer step: batch, forward, backward, synchronize, check, update.
+"""One optimizer step: batch, forward, backward, synchronize, clip, check, update.
 
 The trainer sees the model as a function from tokens to logits, or to a loss, and the strategy through its contract.
 Kernels and parallelism are chosen elsewhere.
@@ -28,12 +28,11 @@ from ..machine.hardware import autocast, device_peak_flops, to_host, with_index
 from ..parallel import comm, failure
 from ..planner.accounting import training_flops
 from .batches import BatchLoader, Tokens, micro_batch_size
-from .build import build_optimizer, compiled, prepare_model, wrap_model
+from .build import build_optimizer, compiled, masters_of, narrow_matrices, prepare_model, strategy_of, wrap_model
 from .graph import RecordedStep
+from .optimizer import SMALLEST_LOSS_SCALE, GradientScale, set_learning_rate
 
 logger = logging.getLogger(__name__)
-
-_SMALLEST_LOSS_SCALE = 2.0**-10
 
 
 class NonFiniteError(RuntimeError):
@@ -62,8 +61,17 @@ class Trainer:
         self.context_length = config.model.shape.context_length
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)
+        narrow = config.train.has_masters and not strategy_of(config).strategy.needs_float32
+        whole = narrow_matrices(model, config.train) if narrow else {}
         self.strategy = wrap_model(config, model)  # called like the model that it wraps
-        self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer)
+        self.scale: GradientScale | None = None
+        """Decides on the device whether the step counts; None if the host decides."""
+        fused: dict[str, Any] = {}
+        if config.optimizer.implementation == "fused":
+            self.scale = GradientScale(device, config.train.max_grad_norm or math.inf, config.train.precision == "fp16")
+            fused = dict(factor=self.scale.factor, masters=masters_of(self.strategy, whole))
+        self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer, **fused)
+        fused.get("masters", {}).clear()  # a sharded optimizer has left those of other ranks
         if (warmup_steps := config.optimizer.warmup_steps or 0) > config.train.max_steps:
             logger.warning(
                 f"optimizer.warmup_steps is {warmup_steps}, more than train.max_steps, {config.train.max_steps}: the "
@@ -71,20 +79,19 @@ class Trainer:
             )
         self.position = Position()
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
         self._loss = compiled(cross_entropy) if config.train.compile else cross_entropy
         self.stopping = False
         """Whether any rank has asked to stop, through `train_step`'s argument."""
         self._recorded: RecordedStep | None = None
         if config.train.cuda_graph:
-            self._recorded = RecordedStep(self._compute_gradients, self.optimizer.zero_grad)
+            self._recorded = RecordedStep(self._compute, self.optimizer.zero_grad)
         self._step_flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
         self._peak_flops = device_peak_flops(device, config.train.precision)
         self._clock = time.perf_counter()
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        train = self.config.train
-        return autocast(self.device, train.precision if train.weight_dtype == "fp32" else "fp32")
+    def autocast(self, device: torch.device | None = None) -> contextlib.AbstractContextManager:
+        """The context in which to call the model, by default on its device."""
+        return autocast(device or self.device, self.config.train.precision if self.config.train.has_masters else "fp32")
 
     def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The summed loss, from the logits, or chunk by chunk in the head, which then never holds all logits."""
@@ -105,14 +112,13 @@ class Trainer:
         step = position.step + 1
         failure.set_step(step)
         lr = self.learning_rate(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         started = time.perf_counter()
         count = train.batch_size // comm.world_size()
         inputs, targets = self.loader.get(position.sequences + comm.rank() * count, count, train.batch_size)
         data_wait = time.perf_counter() - started
 
-        loss_and_norm = (self._recorded or self._compute_gradients)(inputs, targets)
+        loss_and_norm = (self._recorded or self._compute)(inputs, targets)
         if comm.world_size() == 1:
             loss_value, norm_value = to_host(loss_and_norm).tolist()
             self.stopping = stop()
@@ -122,16 +128,14 @@ class Trainer:
             comm.mean([means], "all-reduce of the loss")  # the norm is equal on all ranks
             loss_value, norm_value, share_that_stops = to_host(means).tolist()
             self.stopping = share_that_stops > 0
-        # `to_host` has waited for the device: whether to update must be known before the update.
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
 
         updated = math.isfinite(loss_value) and math.isfinite(norm_value)
-        if updated:
-            self.scaler.step(self.optimizer)
-        else:
+        if not updated:
             self._skip_or_raise(step, loss_value, norm_value)
-        self.scaler.update()  # halves the loss scale after an overflow
+        elif self.scale is None:
+            self.optimizer.step()
         if not train.cuda_graph:  # a replay overwrites the gradients
             self.strategy.zero_grad()
         position.step = step
@@ -151,11 +155,19 @@ class Trainer:
             "skipped_steps": position.skipped_steps,
         }
 
-    def _compute_gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Leave the clipped gradient of the mean loss in `.grad`; return loss and norm, (2,) on the device."""
+    def _compute(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Everything that needs no answer from the host; returns loss and gradient norm, (2,) on the device.
+
+        A fused optimizer updates the weights here, if both are finite. For any other the clipped gradient of the mean
+        loss is left in `.grad`: the host reads loss and norm first.
+        """
         loss = self._forward_backward(inputs, targets)
-        self.scaler.unscale_(self.optimizer)
-        norm = self.strategy.clip_gradient(self.config.train.max_grad_norm or math.inf)
+        if self.scale is None:
+            norm = self.strategy.clip_gradient(self.config.train.max_grad_norm or math.inf)
+        else:
+            comm.mean([loss], "all-reduce of the loss")
+            norm = self.scale.decide(loss, self.strategy)
+            self.optimizer.step()
         return torch.stack((loss, norm.to(loss)))
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -165,17 +177,18 @@ class Trainer:
         for i, (x, y) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             with contextlib.nullcontext() if last else self.strategy.no_sync():
-                with self._autocast():
+                with self.autocast():
                     loss = self._summed_loss(x, y) / targets.numel()
-                self.scaler.scale(loss).backward()
+                (loss if self.scale is None else self.scale.scaled(loss)).backward()
             total += loss.detach()
         self.strategy.finish_gradient_synchronization()
         return total
 
     def _skip_or_raise(self, step: int, loss: float, norm: float) -> None:
         """Skip a step without an update if that is allowed; else raise NonFiniteError with the batch."""
-        # A finite loss with infinite gradients means that fp16's loss scale is too large.
-        overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() > _SMALLEST_LOSS_SCALE
+        # A finite loss with infinite gradients means that fp16's loss scale was too large. It has been halved.
+        loss_scale = None if self.scale is None else self.scale.loss_scale
+        overflow = loss_scale is not None and math.isfinite(loss) and loss_scale >= SMALLEST_LOSS_SCALE
         if not overflow and not self.config.train.skip_nonfinite:
             first, count = self.position.sequences, self.config.train.batch_size
             raise NonFiniteError(
@@ -184,10 +197,6 @@ class Trainer:
                 f"{self.config.data.train_tokens} (--train.skip_nonfinite true skips such steps)"
             )
         logger.warning("step %d skipped: loss %s, gradient norm %s", step, loss, norm)
-        if self.scaler.is_enabled():
-            # With sharded weights, only some ranks have met the infinite values. Tell the scaler on every rank.
-            for found in self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values():
-                found.fill_(1.0)
 
     @torch.no_grad()
     def evaluate(self, tokens: Tokens) -> float:
@@ -199,7 +208,7 @@ class Trainer:
             mine = i + comm.rank()
             # A strategy may need all ranks in every forward pass, so a rank without a batch repeats the last one.
             sequences = gather_sequences(tokens, starts[min(mine, len(starts) - 1)], length).to(self.device)
-            with self._autocast():
+            with self.autocast():
                 loss = self._summed_loss(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
                 loss = loss / (starts.size * length)
             total += loss if mine < len(starts) else 0

@@ -44,6 +44,7 @@ def memory_shortage(config: RunConfig, device: torch.device) -> str:
         weight_parts=world_size if sharded else 1,
         state_parts=world_size if sharded or config.parallel.shard_optimizer else 1,
         weight_bytes=2 if train.weight_dtype == "bf16" else 4,
+        has_masters=train.has_masters,
         loss_chunk_tokens=train.loss_chunk_tokens,
     )
     available = memory_bytes(device)

@@ -138,8 +138,8 @@ class Plan:
         try:
             restore_state(checkpoint, trainer.model, trainer.optimizer, trainer.device, trainer.strategy.shards())
             trainer.position = Position(manifest.step, manifest.sequences, manifest.trainer["skipped_steps"])
-            if trainer.scaler.is_enabled() and manifest.trainer["scaler"]:
-                trainer.scaler.load_state_dict(manifest.trainer["scaler"])
+            if trainer.scale is not None:
+                trainer.scale.load_state_dict(manifest.trainer["scaler"])
         except KeyError as error:
             raise ValueError(f"checkpoint {checkpoint} lacks a part of the run's state: no {error}") from error
         logger.info("resume: from %s, step %d", checkpoint, manifest.step)

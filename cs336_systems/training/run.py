@@ -163,7 +163,10 @@ class Run:
             step=position.step,
             sequences=position.sequences,
             identity=self.identity,
-            trainer={"skipped_steps": position.skipped_steps, "scaler": trainer.scaler.state_dict()},
+            trainer={
+                "skipped_steps": position.skipped_steps,
+                "scaler": {} if trainer.scale is None else trainer.scale.state_dict(),
+            },
             config=self.config.to_dict(),
             versions=self.env,
         )

@@ -43,12 +43,15 @@ def sample_of_trainer(trainer: Trainer, tokenizer: Tokenizer) -> str | None:
     if comm.rank() != 0:
         return None
     if state is None:
-        return sample_text(trainer.model, tokenizer, config.sample)
-    with contextlib.suppress(torch.OutOfMemoryError):
+        with trainer.autocast():
+            return sample_text(trainer.model, tokenizer, config.sample)
+    with contextlib.suppress(torch.OutOfMemoryError), trainer.autocast():
         model = _whole_model(trainer, state, trainer.device, config.model.attention)
         return sample_text(model, tokenizer, config.sample)
     logger.info("sample: drawn on the CPU, %s has no room for the whole model", trainer.device)
-    return sample_text(_whole_model(trainer, state, torch.device("cpu"), "auto"), tokenizer, config.sample)
+    cpu = torch.device("cpu")
+    with trainer.autocast(cpu):
+        return sample_text(_whole_model(trainer, state, cpu, "auto"), tokenizer, config.sample)
 
 
 def _whole_model(trainer: Trainer, state: dict[str, Tensor], device: torch.device, attention: str) -> TransformerLM:

@@ -1,5 +1,7 @@
 """The state of a run as named tensors, collected from ranks that share it in any way, and restored to them.
 
+A 16-bit parameter is saved as its master weight (`optimizer.FusedAdamW`), so runs of any precision continue it.
+
 Names and shapes are the same as in a single process, so a run can resume with another number of ranks or another
 strategy.
 """
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..parallel import comm
+from .optimizer import MASTER
 from .tensor_files import Rows, read_tensors, tensor_shapes
 from .together import on_every_rank
 
@@ -25,13 +28,19 @@ def collect_state(
     """This rank's tensors by name: `model.*`, `optimizer.PARAMETER.STATE`, and on rank 0 the generators' `rng.*`.
 
     Parameters in `shards`, and optimizer state of the same local shape, become Rows of whole tensors. A sharded
-    optimizer contributes only the state that it keeps.
+    optimizer contributes only the state that it keeps, and the parameters that belong to it.
     """
     shards = shards or {}
+    owner_of = getattr(optimizer, "owner_of", lambda parameter: None)
     tensors = {f"model.{name}": _as_rows(tensor, shards.get(name)) for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
+        if owner_of(parameter) not in (None, comm.rank()):
+            del tensors[f"model.{name}"]
         for key, value in optimizer.state.get(parameter, {}).items():
             value = torch.as_tensor(value)
+            if key == MASTER:
+                tensors[f"model.{name}"] = _as_rows(value, shards.get(name))
+                continue
             is_shard = name in shards and value.dim() > 0
             if is_shard and value.shape != parameter.shape:
                 raise ValueError(f"optimizer state {key} of {name} has shape {tuple(value.shape)}: only scalars and "
@@ -64,8 +73,18 @@ def restore_state(
     All ranks call it together. Each reads its rows, and the optimizer state of the parameters that it owns or that have
     no owner (see `optimizer.owner_of`, if there is one). If one rank cannot read its part, all raise its error.
     """
-    tensors: dict[str, Tensor] = {}
-    on_every_rank(lambda: tensors.update(_read(path, model, optimizer, shards or {})), f"reading {path}")
+    found: list[tuple[dict[str, Tensor], bool]] = []
+    on_every_rank(lambda: found.append(_read(path, model, optimizer, shards or {})), f"reading {path}")
+    tensors, has_new_state = found[0]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if (master := optimizer.state.get(parameter, {}).get(MASTER)) is not None:
+                parameter.copy_(master)
+    torch.set_rng_state(tensors["rng.cpu"])
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+    if not has_new_state:
+        return
 
     index_of = {parameter: i for i, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     parameters = dict(model.named_parameters())
@@ -79,16 +98,16 @@ def restore_state(
     ]
     # Through load_state_dict, because a fused optimizer needs its step counters on the device.
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    torch.set_rng_state(tensors["rng.cpu"])
-    if device.type == "cuda" and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
 
 
-def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards) -> dict[str, Tensor]:
-    """This rank's tensors from a checkpoint. The model's are read in place; for the others, new tensors are made."""
+def _read(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards
+) -> tuple[dict[str, Tensor], bool]:
+    """This rank's tensors from a checkpoint, and whether any is new to the optimizer. Others are filled in place."""
     parameters = dict(model.named_parameters())
     owner_of = getattr(optimizer, "owner_of", None)
     wanted: dict[str, Tensor | Rows] = {}
+    has_new_state = False
     for name, (shape, dtype) in tensor_shapes(path).items():
         group, _, key = name.partition(".")
         if group == "optimizer":
@@ -97,16 +116,22 @@ def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards
             # A frozen parameter has no owner yet: every rank keeps its state.
             if owner_of is not None and owner_of(parameter) not in (None, comm.rank()):
                 continue
+            there = optimizer.state.get(parameter, {}).get(key.rpartition(".")[2])
+            has_new_state = has_new_state or not isinstance(there, Tensor)
             shard = shards.get(parameter_name) if len(shape) else None
             local_shape = shape if shard is None else parameter.shape
             where = parameter.device if len(shape) else torch.device("cpu")
-            if isinstance(parameter, DTensor) and len(shape):
+            if isinstance(there, Tensor):
+                wanted[name] = there if isinstance(there, DTensor) else _as_rows(there, shard)
+            elif isinstance(parameter, DTensor) and len(shape):
                 wanted[name] = torch.empty_like(parameter, dtype=dtype)
             else:
                 wanted[name] = _as_rows(torch.empty(local_shape, dtype=dtype, device=where), shard)
         elif group == "rng":
             wanted[name] = torch.empty(shape, dtype=dtype)
     for name, tensor in model.state_dict().items():
+        tensor = optimizer.state.get(parameters.get(name, tensor), {}).get(MASTER, tensor)
         wanted[f"model.{name}"] = tensor if isinstance(tensor, DTensor) else _as_rows(tensor, shards.get(name))
     read_tensors(path, wanted)
-    return {name: tensor.local if isinstance(tensor, Rows) else tensor for name, tensor in wanted.items()}
+    tensors = {name: tensor.local if isinstance(tensor, Rows) else tensor for name, tensor in wanted.items()}
+    return tensors, has_new_state

@@ -129,6 +129,19 @@ def test_a_strategy_is_the_one_that_runs(chosen: str, size: float | None, expect
     assert (job.strategy, job.bucket_size_mb, job.world_size) == (*expected, row.config["devices"])
 
 
+def test_a_row_has_masters_if_its_optimizer_is_fused() -> None:
+    before = next(row for row in GROUPS if row.variant.startswith("fsdp") and job_of(row).precision == "bf16")
+    row = deepcopy(before)
+    row.config["run"].setdefault("optimizer", {})["implementation"] = "fused"
+    assert (job_of(before).has_masters, job_of(row).has_masters) == (False, True)
+    row.config["run"]["parallel"]["strategy"] = "torch_fsdp"
+    assert not job_of(row).has_masters
+    row.config["run"]["train"]["precision"] = "fp32"
+    assert (job_of(row).has_masters, job_of(row).fused) == (False, True)
+    del row.config["run"]["optimizer"]
+    assert not job_of(row).fused
+
+
 def test_every_row_is_shown_with_the_largest_error() -> None:
     found = [compare(row) for row in MEASURED]
     text = check_text(found)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.config.model import ModelConfig
-from cs336_systems.planner.accounting import num_parameters
+from cs336_systems.planner.accounting import matmul_parameters, num_parameters
 from cs336_systems.planner.cards import CARDS, MEASURED_ALL_REDUCE, fit_transfer, get_card
 from cs336_systems.planner.communication import (
     added_seconds,
@@ -157,8 +157,24 @@ def test_all_reduces_in_buckets() -> None:
         assert num_calls(narrow) == 48 * 4 + 2
 
 
+def test_each_type_of_gradients_has_its_buckets() -> None:
+    job = Job(shape=XL, strategy="overlap", world_size=2, fused=True)
+    assert num_calls(job) == 48 * 9 + 3
+    assert num_calls(replace(job, strategy="flat")) == 2
+    assert num_calls(replace(job, strategy="flat", precision="fp32")) == 1
+    # Matrices fill buckets of half the size as they do in bfloat16, but beside them there is one of float32 norms,
+    # 0.6 MiB, and one of the embedding, 61 MiB.
+    narrow = Job(shape=XL, strategy="overlap", world_size=2, bucket_size_mb=20.0, weight_dtype="bf16")
+    assert num_calls(replace(job, bucket_size_mb=20.0)) == num_calls(narrow) - 1 + 2
+
+
 def test_transfers_of_a_step_by_hand() -> None:
     n, card = num_parameters(XL), CARDS["H200"]
+    masters, matrices = Job(shape=XL, strategy="flat", world_size=2, fused=True), matmul_parameters(XL)
+    assert sent(masters, card).bytes_a_gpu == 2 * matrices + 4 * (n - matrices)
+    assert sent(masters, card).working.startswith("2 x (2 N_m + 4 (N - N_m)) (w - 1) / w = 2 x (2 x 1,982,080,000 + ")
+    assert sent(replace(masters, grad_dtype="fp32"), card).bytes_a_gpu == 4 * n
+    assert sent(replace(masters, grad_dtype="bf16"), card).bytes_a_gpu == 2 * n
     for w in (2, 4, 8):
         ddp = sent(Job(shape=XL, strategy="flat", world_size=w), card)
         assert ddp.bytes_a_gpu == 2 * (w - 1) / w * 4 * n
@@ -207,6 +223,19 @@ def steps(devices: int, size: str = "xl") -> list[Any]:
     config = {"run": {"model": {"size": size}}, "devices": devices}
     times = {"alone": 100.0, "bucketed:10": 130.0, "bucketed:25": 120.0}
     return [row("ddp", variant, config, step_ms={"p50": ms}) for variant, ms in times.items()]
+
+
+def test_overheads_of_16_bit_gradients_are_beside_16_bit_gradients() -> None:
+    rows = steps(2)
+    for each in rows:
+        each.config["run"] |= {"train": {"precision": "bf16"}, "optimizer": {"implementation": "fused"}}
+    with pytest.raises(ValueError, match=r"it has 3 rows of ddp of 4\.029 GB on 2 GPUs"):
+        overheads_beside(rows, 4.0 * num_parameters(XL), 2)
+    n, matrices = num_parameters(XL), matmul_parameters(XL)
+    assert len(overheads_beside(rows, 4.0 * n - 2 * matrices, 2)[0]) == 2
+    for each in rows:  # as in rows from before there were masters
+        each.config["run"]["optimizer"]["implementation"] = "torch_fused"
+    assert len(overheads_beside(rows, 4.0 * n, 2)[0]) == 2
 
 
 def test_overheads_of_other_gradients_and_ranks_are_left_out_and_named() -> None:

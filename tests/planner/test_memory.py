@@ -11,7 +11,7 @@ import pytest
 
 from cs336_basics.shape import ModelShape
 from cs336_systems.config.model import ModelConfig
-from cs336_systems.planner.accounting import num_parameters
+from cs336_systems.planner.accounting import KINDS, matmul_parameters, num_parameters
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
 from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.job import ATTENTION, Job
@@ -97,7 +97,62 @@ def test_state_is_16_bytes_a_parameter_at_the_end_of_backward() -> None:
     end = {term.name: term.value for term in moments(Job(shape=XL))["the end of backward"]}
     assert end["weights"] == end["gradients"] == end["optimizer state"] / 2
     assert 4 * n * 1.023 < end["weights"] < 4 * n * 1.025
-    assert end["weights"] == parameter_bytes(XL, 4)
+    assert end["weights"] == parameter_bytes(XL, dict.fromkeys(KINDS, 4))
+
+
+def held(**given: Any) -> dict[str, float]:
+    """Terms at the end of the backward pass of xl with the optimizer `fused`."""
+    return {term.name: term.value for term in moments(Job(shape=XL, fused=True, **given))["the end of backward"]}
+
+
+def test_matrices_with_masters_take_16_bytes_a_parameter_too() -> None:
+    n, matrices = num_parameters(XL), matmul_parameters(XL)
+    found, before = held(), moments(Job(shape=XL))["the end of backward"]
+    assert found["weights"] == found["gradients"] == pytest.approx(2 * matrices + 4 * (n - matrices), rel=0.03)
+    assert found["master weights"] == pytest.approx(4 * matrices, rel=0.03)
+    assert found["optimizer state"] == pytest.approx(8 * n, rel=0.03)
+    assert sum(found.values()) == pytest.approx(sum(term.value for term in before), rel=0.01)
+    # Before there are gradients, 2 + 4 bytes of weights and masters stand beside 4 of weights and 2 of their copies.
+    at_loss = {term.name: term.value for term in moments(Job(shape=XL, fused=True))["the loss"]}
+    assert at_loss["weight copies"] == 0
+    assert peak_bytes(Job(shape=XL, fused=True)) == pytest.approx(peak_bytes(Job(shape=XL)), rel=0.001)
+
+
+def test_sharding_divides_masters() -> None:
+    alone, zero1 = held(), held(strategy="overlap", world_size=4, shard_optimizer=True)
+    assert zero1["master weights"] == alone["master weights"] / 4
+    assert zero1["gradients"] == alone["gradients"]
+    assert zero1["weights"] == 2 * num_parameters(XL) + 2 * (num_parameters(XL) - matmul_parameters(XL))
+    fsdp = held(strategy="fsdp", world_size=4)
+    for name in ("weights", "gradients", "master weights", "optimizer state"):
+        assert fsdp[name] == pytest.approx(alone[name] / 4, rel=0.03)
+    # PyTorch's strategies get float32 weights.
+    for strategy in ("torch_ddp", "torch_fsdp"):
+        how: dict[str, Any] = dict(shape=XL, strategy=strategy, world_size=4)
+        assert moments(Job(**how, fused=True)) == moments(Job(**how))
+
+
+def test_float32_has_no_masters() -> None:
+    assert moments(Job(shape=XL, precision="fp32", fused=True)) == moments(Job(shape=XL, precision="fp32"))
+
+
+def test_a_loss_in_chunks_has_a_float32_gradient_of_the_head_and_no_copy() -> None:
+    weight = 10_000 * 1600
+    how: dict[str, Any] = dict(shape=XL, compile=True, fused=True, loss_chunk_tokens=256)
+    at = {when: {term.name: term.value for term in terms} for when, terms in moments(Job(**how)).items()}
+    assert at["the loss"]["logits and loss"] == 8 * weight + 2 * 256 * 10_000
+    assert at["backward of the loss"]["gradient of the head"] == 4 * weight
+    assert at["backward of the last block"]["gradient of the head"] == 4 * weight
+    assert held(loss_chunk_tokens=256)["gradients"] == pytest.approx(held()["gradients"] + 2 * weight, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "grad_dtype, matrices, others", [("same", 0, 0), ("bf16", 0, 2), ("fp16", 2, 2), ("fp32", 4, 0)]
+)
+def test_only_gradients_of_another_type_are_copied_for_the_way(grad_dtype: Any, matrices: int, others: int) -> None:
+    n, products = num_parameters(XL), matmul_parameters(XL)
+    found = held(strategy="overlap", world_size=2, grad_dtype=grad_dtype)
+    assert found["gradients in transit"] == matrices * products + others * (n - products)
 
 
 def test_sharding_divides_state() -> None:
@@ -116,7 +171,7 @@ def test_sharding_divides_state() -> None:
 
 def test_fsdp_of_one_gpu_divides_nothing() -> None:
     one, two = (moments(Job(shape=XL, strategy="fsdp", world_size=w))["the end of backward"] for w in (1, 2))
-    assert one[0].value == parameter_bytes(XL, 4)
+    assert one[0].value == parameter_bytes(XL, dict.fromkeys(KINDS, 4))
     assert two[0].value < 0.52 * one[0].value
 
 
@@ -280,8 +335,8 @@ def test_an_eager_block_of_narrow_weights_as_the_hooks_show() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"attention": "naive"}, {"precision": "fp32"}, {"compile": True}, {"strategy": "fsdp", "world_size": 2},
-     {"loss_chunk_tokens": 256, "activation_checkpointing": "block"}],
+    [{}, {"fused": True}, {"attention": "naive"}, {"precision": "fp32"}, {"compile": True},
+     {"strategy": "fsdp", "world_size": 2}, {"loss_chunk_tokens": 256, "activation_checkpointing": "block"}],
 )  # fmt: skip
 def test_a_working_of_sums_and_products_gives_the_value(given: dict[str, Any]) -> None:
     found = 0
@@ -338,6 +393,7 @@ def test_the_peak_is_the_sum_of_its_terms_and_the_largest_moment() -> None:
     "given, message",
     [
         ({"batch_size": 0}, "batch_size is 0: it must be at least 1"),
+        ({"fused": True, "weight_dtype": "bf16"}, "fused is true: it must be false with weight_dtype 'bf16'"),
         ({"attention": "none"}, "attention is 'none': it must be one of naive"),
         ({"precision": "fp8"}, "precision is 'fp8'"),
         ({"strategy": "ddp"}, "strategy is 'ddp': it must be one of none"),

@@ -74,7 +74,7 @@ def test_the_assumptions_are_printed_first(command: str, plan: Run) -> None:
     assert lines[:5] == [
         "Planned",
         "  xl: d_model 1,600, d_ff 6,400, 48 blocks, 25 heads, a vocabulary of 10,000",
-        "  4 x 512 tokens a GPU and step, precision bf16, weights fp32, attention flash",
+        "  4 x 512 tokens a GPU and step, precision bf16, weights fp32, 16-bit in the model, attention flash",
         "  compiled, recorded as a CUDA graph, activation checkpointing every_2",
         "  2 x H100 of 79 GiB, strategy overlap, 100 MiB of gradients at a time",
     ]
@@ -102,8 +102,9 @@ def test_step_takes_ceilings(sections: Sections) -> None:
     assert step("--bandwidth_tb_s", "1") > step() > step("--bandwidth_tb_s", "8")
     assert step("--matmul_tflops", "100") > step() == step("--matmul_tflops", "790", "--bandwidth_tb_s", "4.3")
     link = ("--world_size", "2", "--latency_us", "0.001")
-    # 0.51 GB of gradients at 1 GB/s.
-    assert 0.5 < step(*link, "--link_gb_s", "1") < 0.55
+    # 0.27 GB of gradients at 1 GB/s, and 0.51 GB of float32 ones.
+    assert 0.27 < step(*link, "--link_gb_s", "1") < 0.3
+    assert 0.5 < step(*link, "--link_gb_s", "1", "--grad_dtype", "fp32") < 0.55
 
 
 def test_checkpointing_in_float32_is_best_near_the_square_root(sections: Sections) -> None:

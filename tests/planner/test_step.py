@@ -84,6 +84,24 @@ def test_the_optimizer_moves_28_bytes_a_parameter() -> None:
     assert "gradient norm and clipping" not in parts(clip=False)
 
 
+def test_the_fused_optimizer_reads_gradients_once_for_their_norm_and_nothing_is_cast() -> None:
+    # 28 bytes a parameter, as without masters; the 16-bit gradient and the 16-bit weight replace a float32 gradient.
+    n, matrices = num_parameters(XL), matmul_parameters(XL)
+    found, before = parts(fused=True), parts()
+    assert found["optimizer"] == before["optimizer"]
+    assert found["gradient norm and clipping"] == pytest.approx((2 * matrices + 4 * (n - matrices)) / 4.3e12)
+    assert (found["casts of weights and gradients"], before["casts of weights and gradients"] > 0) == (0, True)
+    assert parts(fused=True, precision="fp32")["gradient norm and clipping"] == pytest.approx(4 * n / 4.3e12)
+    fsdp = parts(fused=True, strategy="fsdp", world_size=2)
+    assert fsdp["gradient norm and clipping"] == found["gradient norm and clipping"] / 2
+    assert fsdp["casts of weights and gradients"] == 0
+    # PyTorch's FSDP casts its float32 shards for each gather, and their gradients are float32.
+    peer: dict[str, Any] = dict(strategy="torch_fsdp", world_size=2)
+    assert parts(fused=True, **peer)["gradient norm and clipping"] == pytest.approx(4 * n / 2 / 4.3e12)
+    cast = "casts of weights and gradients"
+    assert parts(fused=True, **peer)[cast] == parts(**peer)[cast] > 0
+
+
 def test_elementwise_bytes_by_hand() -> None:
     # T d = 2048 x 1600 = 3,276,800, T d_ff four times that. Compiled, bf16: forward 16 + 22 + 6 x 4 = 62 T d, backward
     # 40 + 32 + 10 x 4 = 112. Eager: 56 + 30 + 76 + 4 + 20 + 10 x 4 = 226, and twice that.
@@ -182,6 +200,8 @@ def test_interference_and_copies_by_hand() -> None:
     assert buckets["copies of gradients"] == graph["copies of gradients"] / 2
     cast = parts(strategy="overlap", grad_dtype="fp32", **narrow)
     assert cast["copies of gradients"] == pytest.approx(12 * num_parameters(XL) / 4.3e12)
+    masters = parts(strategy="overlap", grad_dtype="fp32", world_size=2, fused=True)
+    assert masters["copies of gradients"] == pytest.approx(12 * matmul_parameters(XL) / 4.3e12)
 
 
 def test_the_sharded_optimizer_sends_weights() -> None:
@@ -190,6 +210,8 @@ def test_the_sharded_optimizer_sends_weights() -> None:
     assert sending == pytest.approx(4 * num_parameters(XL) * 0.75 / H200.link)
     narrow = parts(strategy="overlap", world_size=4, shard_optimizer=True, weight_dtype="bf16")["sending weights"]
     assert narrow == pytest.approx(sending / 2)
+    masters = parts(strategy="overlap", world_size=4, shard_optimizer=True, fused=True)["sending weights"]
+    assert masters == pytest.approx(sending - 2 * matmul_parameters(XL) * 0.75 / H200.link)
 
 
 def test_fsdp_exposes_its_last_unit_and_the_overheads() -> None:

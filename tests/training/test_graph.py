@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.config.run import RunConfig, TrainConfig
+from cs336_systems.config.run import RunConfig
 from cs336_systems.training import train
 from cs336_systems.training.metrics import read_metrics
 from tests.training.helpers import make_config, tiny_trainer
@@ -69,8 +69,3 @@ def test_the_recording_is_forgotten_with_its_trainer(tmp_path: Path) -> None:
 def test_cuda_graph_on_a_cpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.cuda_graph is true: it needs a CUDA device"):
         train(config(tmp_path, cuda_graph=True, device="cpu"))
-
-
-def test_cuda_graph_with_fp16_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"train\.cuda_graph is true: it must be false with train\.precision 'fp16'"):
-        TrainConfig(cuda_graph=True, precision="fp16")

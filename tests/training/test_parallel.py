@@ -212,12 +212,12 @@ def test_all_ranks_stop_after_the_step_in_which_one_was_asked_to(asking_rank: in
 def infinite_loss_scale(strategy: str) -> list[Any]:
     """fp16 with a loss scale that overflows at first: it comes down on all ranks alike."""
     with tiny_trainer(config_of(strategy, precision="fp16")) as trainer:
-        trainer.scaler._scale = None
-        trainer.scaler._init_scale = 2.0**40
+        assert trainer.scale is not None
+        trainer.scale.load_state_dict({"scale": 2.0**40, "_growth_tracker": 0})
         told = []
         for _ in range(12):
             row = trainer.train_step()
-            told.append((row["skipped_steps"], trainer.scaler.get_scale()))
+            told.append((row["skipped_steps"], trainer.scale.loss_scale))
         return told
 
 

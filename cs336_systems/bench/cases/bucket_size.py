@@ -11,10 +11,9 @@ from typing import Any
 from ...config.checks import require
 from ...machine.hardware import gpu_name, select_device
 from ...parallel.ddp import DDP
-from ...planner.accounting import num_parameters
 from ...planner.cards import fit_transfer
 from ...planner.communication import all_reduce_cost, best_bucket_bytes, bucket_overhead
-from ...planner.rows import card_by_name, naming_the_row_file, transfer_points
+from ...planner.rows import card_by_name, gradient_bytes_of, naming_the_row_file, transfer_points
 from ...planner.working import MIB
 from ...training.loop import Trainer
 from ..case import swept
@@ -100,7 +99,7 @@ class BucketBench(DDPBench):
                               "bytes_per_s": bandwidth}}  # fmt: skip
 
     def _gradient_bytes(self) -> float:
-        return 4.0 * num_parameters(self.workload().shape)
+        return float(gradient_bytes_of(self.run_config().to_dict()))
 
 
 CASE = strategies_case(BucketBench, __name__)

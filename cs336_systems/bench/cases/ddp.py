@@ -1,9 +1,10 @@
 """The case `ddp`: a training step on several GPUs, strategy by strategy, beside one GPU alone.
 
 One launch measures all variants, so that they run on the same machine; with several rounds they take turns. A step is
-the training loop's, with clipping and the all-reduce of the loss, on random tokens. `alone` is the same step on each
-GPU without any communication, so the difference is the cost of data parallelism. One more step is profiled: how long it
-communicates, and how much of that overlaps with compute.
+the training loop's, with clipping and the all-reduce of the loss, on random tokens. With precision bf16 the gradients
+of matrices are sent in bfloat16, by `torch_ddp` in float32. `alone` is the same step on each GPU without any
+communication, so the difference is the cost of data parallelism. One more step is profiled: how long it communicates,
+and how much of that overlaps with compute.
 """
 
 import re
@@ -56,7 +57,7 @@ class DDPBench(StepBench):
     batch_size: int = swept(4, quick=2)
     """Sequences per process."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", quick="fp32")
-    """Autocast type."""
+    """Type of computation."""
     nccl_max_ctas: int | None = swept(None)
     """Thread blocks per GPU that NCCL may use for sending (default: NCCL's choice)."""
     device: str = swept("auto", quick="cpu")

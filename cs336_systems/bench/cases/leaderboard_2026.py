@@ -20,6 +20,7 @@ from ...parallel import comm
 from ...planner.accounting import training_flops
 from ...training.launch import check_devices
 from ...training.loop import Trainer
+from ...training.optimizer import MASTER
 from ..case import Case, row_config, swept
 from ..outcome import measured
 from ..ranks import launched
@@ -52,7 +53,7 @@ class Leaderboard2026Bench(StepBench):
     precision: Literal["fp32", "bf16"] = swept("bf16")
     """Type of computation, and of weights and gradients in transfers."""
     weight_dtype: Literal["fp32", "bf16"] = swept("bf16", sweep=("bf16", "fp32"))
-    """Type of the stored weights, their gradients and AdamW's moments."""
+    """Type in which weights are kept and updated, and of AdamW's moments."""
     attention: str = swept("sdpa", sweep=("sdpa", "sdpa_cudnn", "flash_triton"))
     """Attention kernel by its registered name."""
     activation_checkpointing: str = swept(
@@ -104,7 +105,8 @@ def read_back(config: Leaderboard2026Bench, is_first: bool, trainer: Trainer) ->
     """Fields and the number of checkpointed blocks, read from model, strategy and loader."""
     blocks: list[Any] = list(trainer.model.layers)
     strategies = {"FSDP": "fsdp", "TorchFSDP": "torch_fsdp"}
-    (dtype,) = {p.dtype for p in trainer.model.parameters()}
+    # A 16-bit weight is kept in the dtype of its master, if it has one.
+    (dtype,) = {trainer.optimizer.state[p].get(MASTER, p).dtype for p in trainer.model.parameters()}
     loss = trainer.model.lm_head.loss
     ran = dict(
         strategy=strategies.get(type(trainer.strategy).__name__),

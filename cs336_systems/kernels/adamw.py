@@ -1,0 +1,214 @@
+"""The optimizer's work in two passes over memory, for all parameters of a model at once, in Triton.
+
+`square_sum` reads the gradients. `adamw` reads them again, clips them, updates the float32 weights and the moments, and
+writes the 16-bit copies of the weights that the model computes with. Clipping and the decision to skip a step are one
+number on the device, so nothing waits for the host, and a CUDA graph can hold both.
+
+A model has hundreds of parameters, and a launch for each would leave the GPU idle between them. So a launch gets a
+table of addresses, and a list that names a parameter and a block of it for each program. The tensors stay where they
+are: autograd makes new gradients in each step, and to collect them in one flat tensor would be a pass over memory.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_basics.optimizer import update
+
+from .launch import check_device
+
+BLOCK = 2048
+"""Elements of a program."""
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _pointers(address, first, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to the elements from `first` on of the tensor whose address is stored at `address`."""
+    pointers = tl.load(address).to(tl.pointer_type(DTYPE)) + first + tl.arange(0, BLOCK)
+    # A thread has four neighbours of every tensor, 8 bytes where they are 16-bit, so no layout is converted.
+    return tl.multiple_of(pointers, 4 * DTYPE.primitive_bitwidth // 8) if ALIGNED else pointers
+
+
+@triton.jit(do_not_specialize=["count"])
+def _square_sum_kernel(
+    addresses, blocks, count, sums, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    row = addresses + tl.load(blocks + 2 * program)
+    first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
+    left = tl.load(row) - first
+    inside = tl.arange(0, BLOCK) < (tl.multiple_of(left, 16) if ALIGNED else left)
+    g = tl.load(_pointers(row + count, first, GRADIENT, ALIGNED, BLOCK), mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + program, tl.sum(g * g))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _adamw_kernel(
+    addresses, blocks, count, factor_pointer, lr_pointer,
+    log2_beta1, log2_beta2, beta1, beta2, rest1, rest2, eps, decay,
+    GRADIENT: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    factor = tl.load(factor_pointer)
+    if factor > 0:
+        program = tl.program_id(0)
+        row = addresses + tl.load(blocks + 2 * program)
+        first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
+        left = tl.load(row) - first
+        inside = tl.arange(0, BLOCK) < (tl.multiple_of(left, 16) if ALIGNED else left)
+        # float64, because 1 - beta^t cancels.
+        lr = tl.load(lr_pointer)
+        t = tl.load(tl.load(row + 2 * count).to(tl.pointer_type(tl.float32))).to(tl.float64)
+        step_size = (lr / (1 - tl.exp2(t * log2_beta1))).to(tl.float32)
+        correction = tl.sqrt(1 - tl.exp2(t * log2_beta2)).to(tl.float32)
+        kept = (1 - lr * decay).to(tl.float32)
+        at_master = _pointers(row + 3 * count, first, tl.float32, ALIGNED, BLOCK)
+        at_m = _pointers(row + 4 * count, first, tl.float32, ALIGNED, BLOCK)
+        at_v = _pointers(row + 5 * count, first, tl.float32, ALIGNED, BLOCK)
+        g = tl.load(_pointers(row + count, first, GRADIENT, ALIGNED, BLOCK), mask=inside, other=0.0)
+        g = g.to(tl.float32) * factor
+        m = beta1 * tl.load(at_m, mask=inside, other=0.0) + rest1 * g
+        v = beta2 * tl.load(at_v, mask=inside, other=0.0) + rest2 * g * g
+        master = kept * tl.load(at_master, mask=inside, other=0.0)
+        master -= step_size * m / (tl.sqrt(v) / correction + eps)
+        tl.store(at_m, m, mask=inside)
+        tl.store(at_v, v, mask=inside)
+        tl.store(at_master, master, mask=inside)
+        if tl.float32 != WEIGHT:
+            at_weight = _pointers(row + 6 * count, first, WEIGHT, ALIGNED, BLOCK)
+            tl.store(at_weight, master.to(WEIGHT), mask=inside)
+
+
+class _Table:
+    """One launch: parameters whose tensors have the same dtypes, and are aligned to 16 bytes or not, all of them.
+
+    `addresses` (fields, parameters) has the number of elements, the address of the gradient, and the other addresses.
+    `blocks` (programs, 2) has each program's parameter and the number of its block.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]], aligned: bool) -> None:
+        sizes, device = [g.numel() for g in gradients], gradients[0].device
+        fields = [sizes, [0] * len(sizes), *([t.data_ptr() for t in column] for column in zip(*states, strict=True))]
+        counts = np.array([-(-size // BLOCK) for size in sizes])
+        owner = np.repeat(np.arange(len(sizes)), counts)
+        number = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        self.addresses = torch.tensor(fields, dtype=torch.int64).to(device)
+        self.blocks = torch.from_numpy(np.stack([owner, number], axis=1).astype(np.int32)).to(device)
+        self.num_programs = len(owner)
+        self.constants: dict[str, Any] = dict(GRADIENT=_TYPES[gradients[0].dtype], ALIGNED=aligned, BLOCK=BLOCK)
+        if states[0]:
+            self.constants["WEIGHT"] = _TYPES[states[0][-1].dtype]
+        self._slots, self._known = list(self.addresses[1].unbind()), [0] * len(sizes)
+
+    def point_to(self, gradients: Sequence[Tensor]) -> None:
+        """Write the gradients' addresses into the table if they have changed."""
+        found = [g.data_ptr() for g in gradients]
+        recording = self.addresses.is_cuda and torch.cuda.is_current_stream_capturing()
+        if recording or found != self._known:
+            # As arguments of kernels: a recorded copy would read host memory again in each replay.
+            self.addresses[1].zero_()
+            torch._foreach_add_(self._slots, found)
+            self._known = [] if recording else found  # each replay writes the recorded ones
+
+    def launch(self, kernel: Any, *arguments: Any) -> None:
+        """Run a kernel over all blocks."""
+        count = self.addresses.shape[1]
+        with torch.cuda.device_of(self.addresses):
+            kernel[(self.num_programs,)](self.addresses, self.blocks, count, *arguments, num_warps=8, **self.constants)
+
+
+class Tables:
+    """The tables for a list of parameters, kept from step to step. Each list needs an object of its own."""
+
+    def __init__(self) -> None:
+        self._key: list[Any] = []
+        self._found: list[tuple[_Table, list[int]]] = []
+
+    def point_to(self, gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]] = ()) -> list[_Table]:
+        """The tables of these gradients with their parameters' states, whose tensors must stay where they are."""
+        states = states or [()] * len(gradients)
+        key = [
+            (g.numel(), g.dtype, g.data_ptr() % 16, *(t.data_ptr() for t in state[-1:]))
+            for g, state in zip(gradients, states, strict=True)
+        ]
+        if key != self._key:
+            kinds: dict[Any, list[int]] = {}
+            for i, (g, state) in enumerate(zip(gradients, states, strict=True)):
+                aligned = g.numel() % 16 == 0 and not any(t.data_ptr() % 16 for t in (g, *state))
+                if g.numel():
+                    kinds.setdefault((g.dtype, state[-1].dtype if state else None, aligned), []).append(i)
+            tables = [
+                _Table([gradients[i] for i in some], [states[i] for i in some], aligned)
+                for (*_, aligned), some in kinds.items()
+            ]
+            self._key, self._found = key, list(zip(tables, kinds.values(), strict=True))
+        for table, some in self._found:
+            table.point_to([gradients[i] for i in some])
+        return [table for table, _ in self._found]
+
+
+def square_sum(gradients: Sequence[Tensor], tables: Tables) -> Float[Tensor, ""]:
+    """The sum of the squares of all elements, in float32, on the gradients' device. The same numbers, the same bits.
+
+    The gradients are contiguous and not none. tables: kept by the caller for this list of parameters.
+    """
+    check_device(gradients[0], "square_sum", "a gradient")
+    total = torch.zeros((), device=gradients[0].device)
+    for table in tables.point_to(gradients):
+        sums = torch.empty(table.num_programs, device=gradients[0].device)
+        table.launch(_square_sum_kernel, sums)
+        total += sums.sum()
+    return total
+
+
+def adamw(
+    gradients: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    tables: Tables,
+    *,
+    factor: Float[Tensor, ""],
+    lr: Float[Tensor, ""],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """`cs336_basics.optimizer.AdamW` in place, for gradients times `factor`; changes nothing unless factor is above 0.
+
+    states: for each gradient the number of its step, from 1 (a float32 scalar); the float32 weight and its two moments;
+    and the weight that the model has, which is the float32 one or its copy in 16 bits. All are contiguous, and stay
+    where they are from call to call. factor is float32, lr float64; both are on the device.
+    """
+    if not gradients:
+        return
+    check_device(gradients[0], "adamw", "a gradient")
+    hyper = [math.log2(beta) if beta else -math.inf for beta in betas]
+    hyper += [*betas, *(1 - beta for beta in betas), eps, weight_decay]
+    for table in tables.point_to(gradients, states):
+        table.launch(_adamw_kernel, factor, lr, *hyper)
+
+
+def adamw_torch(
+    gradients: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    *,
+    factor: Float[Tensor, ""],
+    lr: Float[Tensor, ""],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """`adamw` in plain PyTorch, with the bits of `cs336_basics.optimizer.AdamW`. It waits for the device."""
+    if not factor > 0:
+        return
+    for gradient, (step, master, m, v, weight) in zip(gradients, states, strict=True):
+        g = gradient.to(torch.float32) * factor
+        update(master, g, m, v, step.item(), lr.item(), betas, eps, weight_decay)
+        if weight.dtype != torch.float32:
+            weight.copy_(master)

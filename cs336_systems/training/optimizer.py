@@ -1,0 +1,178 @@
+"""The optimizer of 16-bit training: the model has 16-bit weights, and the optimizer has their float32 masters.
+
+Micikevicius et al. 2018, "Mixed Precision Training". A step reads the gradients twice, once for their norm and once for
+the update, which also clips them and writes the 16-bit weights. The decision to skip a step stays on the device.
+"""
+
+import math
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cs336_basics.nn_utils import gradient_norms
+
+from ..kernels.adamw import Tables, adamw, adamw_torch, square_sum
+from ..parallel.strategy import Strategy
+
+MASTER = "master"
+"""Name of the state that holds the float32 weights of a 16-bit parameter."""
+SMALLEST_LOSS_SCALE = 2.0**-10
+
+
+class GradientScale:
+    """The factor of a step's gradients, on the device: clipping, the inverse loss scale, or 0 to skip the step.
+
+    With `scales_loss` (for fp16) the loss is scaled so that small gradients do not vanish. The scale is halved whenever
+    a step is skipped and doubled after GROWTH_INTERVAL steps without one, as in `torch.amp.GradScaler`.
+    """
+
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, device: torch.device, max_norm: float = math.inf, scales_loss: bool = False) -> None:
+        self.factor = torch.zeros((), device=device)
+        self._max_norm = max_norm
+        self._loss_scale = torch.tensor(2.0**16, device=device) if scales_loss else None
+        self._good_steps = torch.zeros((), device=device)  # since the scale changed
+        self._tables: tuple[Tables, Tables] = Tables(), Tables()
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The scale of the next loss, None if losses are not scaled. Waits for the device."""
+        return None if self._loss_scale is None else self._loss_scale.item()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss for the backward pass."""
+        return loss if self._loss_scale is None else loss * self._loss_scale
+
+    @torch.no_grad()
+    def decide(self, loss: Tensor, strategy: Strategy) -> Tensor:
+        """Set `factor` for the averaged gradients; return their norm before clipping.
+
+        loss: the mean over all ranks. The step is skipped if loss or norm are not finite. All ranks call it together.
+        """
+        norm = strategy.gradient_norm(self._square_sum)
+        scale = self._loss_scale
+        if scale is not None:
+            norm = norm / scale
+        finite = norm.isfinite() & loss.isfinite()
+        factor = torch.ones_like(norm)
+        if self._max_norm != math.inf:  # as in clip_gradient; never 0, which means to skip
+            factor = (self._max_norm / (norm + 1e-6)).clamp(min=1e-30, max=1.0)
+        self.factor.copy_(torch.where(finite, factor if scale is None else factor / scale, 0.0))
+        if scale is not None:
+            self._good_steps.add_(1).mul_(finite)
+            grows = self._good_steps == self.GROWTH_INTERVAL
+            self._good_steps.mul_(~grows)
+            scale.mul_(torch.where(finite, 1.0 + grows, 0.5))
+        return norm
+
+    def _square_sum(self, gradients: list[Tensor], are_shards: bool) -> Tensor:
+        parts = [_in_memory(g) for g in gradients]
+        if self.factor.is_cuda:
+            return square_sum(parts, self._tables[are_shards])
+        return torch.linalg.vector_norm(torch.stack(gradient_norms(parts))).square()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale under GradScaler's names, {} without one."""
+        if self._loss_scale is None:
+            return {}
+        return {"scale": self._loss_scale.item(), "_growth_tracker": int(self._good_steps.item())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a loss scale, also one of a GradScaler; nothing if losses are not scaled or `state` is empty."""
+        if self._loss_scale is not None and state:
+            self._loss_scale.fill_(state["scale"])
+            self._good_steps.fill_(state["_growth_tracker"])
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW whose update, clipping and 16-bit weights are one pass over memory, by `kernels.adamw`.
+
+    masters: the float32 weights of the 16-bit parameters, which are taken out of it. They are the state MASTER; any
+    other parameter is float32, and its own master. All state exists from the beginning and stays where it is, so that a
+    step can be recorded in a CUDA graph: load state into its tensors. `lr` of the groups is a float64 tensor on the
+    device. factor: `GradientScale.factor`; where it is 0, a step changes nothing.
+
+    Raises ValueError for a 16-bit parameter without master, and for one that is not contiguous.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        factor: Tensor,
+        masters: MutableMapping[nn.Parameter, Tensor],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        self._factor, self._masters = factor, masters
+        self._tables: dict[tuple[int, ...], Tables] = {}
+        lr_on_device = torch.tensor(lr, dtype=torch.float64, device=factor.device)
+        super().__init__(params, dict(lr=lr_on_device, betas=betas, eps=eps, weight_decay=weight_decay))
+        self._state_at_start = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with their state."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            master = self._masters.pop(p, None)
+            if (p if master is None else master).dtype != torch.float32 or not _local(p).is_contiguous():
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}: it must be contiguous, and "
+                                 "float32 or have a float32 master")  # fmt: skip
+            moments = {name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+            if master is not None:
+                self.state[p][MASTER] = master
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Returns the closure's loss, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.state is not self._state_at_start:
+            raise RuntimeError("the state of a FusedAdamW was replaced: load state into its tensors")
+        counts = torch.ones_like(self._factor).mul_(self._factor > 0)
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            states = [self.state[p] for p in parameters]
+            torch._foreach_add_([state["step"] for state in states], counts)
+            gradients = [_in_memory(p.grad) for p in parameters]
+            tensors = [
+                [_local(t) for t in (s["step"], s.get(MASTER, p), s["exp_avg"], s["exp_avg_sq"], p.detach())]
+                for p, s in zip(parameters, states, strict=True)
+            ]
+            hyper = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            if self._factor.is_cuda:
+                tables = self._tables.setdefault(tuple(map(id, parameters)), Tables())
+                adamw(gradients, tensors, tables, factor=self._factor, **hyper)
+            else:
+                adamw_torch(gradients, tensors, factor=self._factor, **hyper)
+        return loss
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups, in the tensor where it is one, which a CUDA graph may read."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _in_memory(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return _local(gradient).contiguous()

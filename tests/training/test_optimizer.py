@@ -1,0 +1,316 @@
+"""Training with 16-bit matrices: their float32 masters, steps that are skipped on the device, and accumulation."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_basics.model import TransformerLM
+from cs336_basics.optimizer import AdamW
+from cs336_systems.config.run import OptimizerConfig, RunConfig
+from cs336_systems.kernels.adamw import adamw_torch
+from cs336_systems.parallel import comm, get_strategy
+from cs336_systems.parallel.strategy import Strategy
+from cs336_systems.planner.accounting import (
+    bytes_of_kinds,
+    least_training_bytes,
+    matmul_parameters,
+    num_parameters,
+    sizes_of,
+)
+from cs336_systems.planner.job import Job
+from cs336_systems.training.load import load_model
+from cs336_systems.training.loop import NonFiniteError, Trainer
+from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale, _local
+from cs336_systems.training.pipeline import train
+from tests.distributed import run_ranks
+from tests.training.helpers import assert_same_tensors, make_config, tiny_trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+STEPS, BAD_STEP = 10, 5
+
+
+def config_of(precision: str = "bf16", parallel: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+    settings = dict(batch_size=8, precision=precision, max_steps=STEPS) | train
+    return make_config(Path("unused"), parallel=parallel or {}, model=dict(num_layers=2), train=settings)
+
+
+def weights_and_masters(trainer: Trainer) -> dict[str, Tensor]:
+    found = {name: p.detach().cpu().clone() for name, p in trainer.model.named_parameters()}
+    for name, p in trainer.model.named_parameters():
+        found |= {f"{name}.{key}": value.cpu().clone() for key, value in trainer.optimizer.state.get(p, {}).items()}
+    return found
+
+
+# What is 16-bit
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_matrices_are_16_bit_and_their_masters_have_the_weights_that_were_drawn(precision: str) -> None:
+    config = config_of(precision)
+    with tiny_trainer(config_of("fp32")) as wide, tiny_trainer(config) as trainer:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        for (name, p), drawn in zip(trainer.model.named_parameters(), wide.model.parameters(), strict=True):
+            is_matrix = p.ndim == 2 and "embeddings" not in name
+            assert p.dtype == (dtype if is_matrix else torch.float32), name
+            assert (MASTER in trainer.optimizer.state[p]) == is_matrix
+            assert torch.equal(trainer.optimizer.state[p].get(MASTER, p), drawn)
+            assert torch.equal(p, drawn.to(p.dtype))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_of_one_micro_batch_are_16_bit_and_those_of_several_add_up_in_float32(accumulation: int) -> None:
+    found = set()
+    with tiny_trainer(config_of(gradient_accumulation_steps=accumulation)) as trainer:
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_: found.update(p.grad.dtype for p in trainer.model.parameters() if p.dtype == torch.bfloat16)
+        )
+        trainer.train_step()
+    assert found == {torch.bfloat16 if accumulation == 1 else torch.float32}
+
+
+def bytes_of_a_step(config: RunConfig) -> int:
+    """Weights, gradients and optimizer state of this rank, when the optimizer has its turn."""
+    with tiny_trainer(config) as trainer:
+        parameters, found = list(trainer.model.parameters()), list[int]()
+
+        def count(*_: Any) -> None:
+            states = [trainer.optimizer.state.get(p, {}) for p in parameters]
+            state = [t for each in states for t in each.values() if t.ndim]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            found.append(sum(_local(t).nbytes for t in (*parameters, *gradients, *state)))
+
+        trainer.optimizer.register_step_pre_hook(count)
+        trainer.train_step()
+    return found[0]
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize(
+    "strategy, shard",
+    [("naive", False), ("naive", True), ("fsdp", False), ("fsdp_simple", False), ("torch_ddp", False),
+     ("torch_fsdp", False)],
+)  # fmt: skip
+def test_the_planner_knows_weights_gradients_and_state(strategy: str, shard: bool, chunk: int | None) -> None:
+    config = config_of(parallel=dict(strategy=strategy, shard_optimizer=shard), loss_chunk_tokens=chunk)
+    shape, matrices = config.model.shape, matmul_parameters(config.model.shape)
+    how: dict[str, Any] = dict(strategy=strategy, world_size=2, shard_optimizer=shard, loss_chunk_tokens=chunk)
+    job = Job(shape=shape, fused=True, **how)
+    assert get_strategy(strategy).strategy.needs_float32 == (not job.has_masters)
+    kept = sum(bytes_of_kinds(shape, sizes_of(types))[2] for types in (job.weight_dtypes, job.gradient_dtypes))
+    state = 8 * num_parameters(shape) + 4 * matrices * job.has_masters
+    found = run_ranks(bytes_of_a_step, 2, config)
+    norms = (2 * shape.num_layers + 1) * shape.d_model if strategy.startswith("fsdp") else 0  # each rank has them whole
+    assert sum(found) == 2 * (kept // job.weight_parts + state // job.state_parts) + 16 * norms
+    # The bound that refuses a run, without the rotary tables.
+    how = dict(weight_parts=job.weight_parts, state_parts=job.state_parts, has_masters=True)
+    least = least_training_bytes(shape, 0, 0, **how) - 4 * shape.context_length * shape.d_model // shape.num_heads
+    assert max(found) >= least > 0
+
+
+# The same numbers as autocast over float32 weights
+
+
+class AutocastTrainer(Trainer):
+    """The step as autocast does it: float32 weights, float32 gradients, clipped in place, and the readable AdamW."""
+
+    def reset(self) -> None:
+        for p in self.model.parameters():
+            if (state := self.optimizer.state[p]).get(MASTER) is not None:
+                p.grad_dtype = None
+                p.data = state[MASTER].clone()
+                p.grad_dtype = torch.float32
+        settings, self.scale = self.config.optimizer, None
+        parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        dict(gradient_accumulation_steps=4, activation_checkpointing="block"),
+        dict(loss_chunk_tokens=5),
+        dict(compile=True),
+    ],
+    ids=str,
+)
+def test_losses_and_norms_have_the_bits_of_autocast(monkeypatch: pytest.MonkeyPatch, train: dict[str, Any]) -> None:
+    config = config_of(**train)
+    with tiny_trainer(config) as trainer:
+        rows = [trainer.train_step() for _ in range(STEPS)]
+        weights = {name: trainer.optimizer.state[p].get(MASTER, p) for name, p in trainer.model.named_parameters()}
+    monkeypatch.setattr("tests.training.helpers.Trainer", AutocastTrainer)
+    with tiny_trainer(config) as other:
+        assert isinstance(other, AutocastTrainer)
+        other.reset()
+        for row in rows:
+            again = other.train_step()
+            assert (again["loss"], again["grad_norm"]) == (row["loss"], row["grad_norm"])
+        assert_same_tensors({n: p.detach() for n, p in other.model.named_parameters()}, {
+            name: weight.detach() for name, weight in weights.items()
+        })  # fmt: skip
+
+
+# Steps that are not finite
+
+
+def train_with_a_bad_step(config: RunConfig, device: str) -> list[dict[str, Tensor]]:
+    """Weights and state after step 4, after the bad step 5, and at the end."""
+    found = []
+    with tiny_trainer(config, device=device) as trainer:
+        weight = trainer.model.ln_final.weight
+        for step in range(1, STEPS + 1):
+            if step == BAD_STEP:
+                found.append(weights_and_masters(trainer))
+                with torch.no_grad():
+                    before = weight.clone()
+                    weight[3] = math.nan if comm.rank() == comm.world_size() - 1 else weight[3]
+            row = trainer.train_step()
+            assert row["skipped_steps"] == (step >= BAD_STEP)
+            if step == BAD_STEP:
+                with torch.no_grad():
+                    weight.copy_(before)
+                found.append(weights_and_masters(trainer))
+        found.append(weights_and_masters(trainer))
+    return found
+
+
+def losses_of(config: RunConfig) -> list[float]:
+    with tiny_trainer(config) as trainer:
+        return [trainer.train_step()["loss"] for _ in range(5)]
+
+
+@pytest.mark.parametrize("grad_dtype", ["same", "fp32"])
+@pytest.mark.parametrize("train", [{}, dict(gradient_accumulation_steps=4), dict(loss_chunk_tokens=5)], ids=str)
+def test_pytorchs_ddp_takes_float32_weights_and_trains_alike(train: dict[str, Any], grad_dtype: str) -> None:
+    ours, theirs = (
+        run_ranks(losses_of, 2, config_of(parallel=dict(strategy=strategy, grad_dtype=grad_dtype), **train))[0]
+        for strategy in ("naive", "torch_ddp")
+    )
+    assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+def assert_skipped(found: list[dict[str, Tensor]]) -> None:
+    before, after, end = found
+    assert_same_tensors(before, after)
+    assert not any(tensor.isnan().any() for tensor in end.values())
+    steps = {int(tensor) for name, tensor in end.items() if name.endswith(".step")}
+    assert steps <= {STEPS - 1}
+    assert not torch.equal(end["lm_head.weight"], after["lm_head.weight"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_bad_step_changes_nothing(precision: str) -> None:
+    config = config_of(precision, skip_nonfinite=True)
+    if precision == "fp32":
+        config = dataclasses.replace(config, optimizer=OptimizerConfig(implementation="fused", warmup_steps=0))
+    assert_skipped(train_with_a_bad_step(config, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "strategy, shard",
+    [("naive", False), ("bucketed", True), ("overlap", "simple"), ("fsdp", False), ("torch_ddp", False)],
+)
+def test_a_bad_step_of_one_rank_changes_nothing_on_two(strategy: str, shard: Any) -> None:
+    config = config_of(parallel=dict(strategy=strategy, shard_optimizer=shard), skip_nonfinite=True)
+    for found in run_ranks(train_with_a_bad_step, 2, config, "cpu"):
+        assert_skipped(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_bad_step_changes_nothing_on_a_gpu(precision: str, cuda_graph: bool) -> None:
+    config = config_of(precision, skip_nonfinite=True, cuda_graph=cuda_graph, device="cuda")
+    assert_skipped(train_with_a_bad_step(config, "cuda"))
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy, shard", [("overlap", False), ("bucketed", True), ("fsdp", False)])
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_bad_step_of_one_rank_changes_nothing_on_two_gpus(strategy: str, shard: bool, cuda_graph: bool) -> None:
+    parallel = dict(strategy=strategy, shard_optimizer=shard)
+    config = config_of(parallel=parallel, skip_nonfinite=True, cuda_graph=cuda_graph, device="cuda")
+    for found in run_ranks(train_with_a_bad_step, 2, config, "cuda", device="cuda"):
+        assert_skipped(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_losses_on_a_gpu_are_those_of_the_plain_form(
+    monkeypatch: pytest.MonkeyPatch, precision: str, accumulation: int
+) -> None:
+    losses = []
+    for is_plain in (False, True):
+        if is_plain:
+            monkeypatch.setattr(
+                "cs336_systems.training.optimizer.adamw",
+                lambda gradients, states, tables, **hyper: adamw_torch(gradients, states, **hyper),
+            )
+        with tiny_trainer(config_of(precision, gradient_accumulation_steps=accumulation), device="cuda") as trainer:
+            losses.append([trainer.train_step()["loss"] for _ in range(STEPS)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_bad_step_is_reported_with_its_batch() -> None:
+    with tiny_trainer(config_of()) as trainer:
+        for _ in range(3):
+            trainer.train_step()
+        with torch.no_grad():
+            trainer.model.ln_final.weight[0] = math.nan
+        with pytest.raises(NonFiniteError, match=r"step 4: loss nan, gradient norm nan, .* sequences 24 to 31"):
+            trainer.train_step()
+
+
+# The optimizer by itself
+
+
+def test_the_loss_scale_grows_after_many_good_steps_and_is_kept() -> None:
+    model = TransformerLM(10, 4, 8, 1, 2, 16)
+    strategy, scale = Strategy(model), GradientScale(CPU, scales_loss=True)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    scale.load_state_dict({"scale": 8.0, "growth_factor": 2.0, "_growth_tracker": 1998})
+    seen = []
+    for loss in (1.0, 1.0, 1.0, math.inf, 1.0):
+        scale.decide(torch.tensor(loss), strategy)
+        seen.append((scale.state_dict(), float(scale.factor)))
+    assert [state["scale"] for state, _ in seen] == [8, 16, 16, 8, 8]
+    assert [state["_growth_tracker"] for state, _ in seen] == [1999, 0, 1, 0, 1]
+    assert [factor for _, factor in seen] == [1 / 8, 1 / 8, 1 / 16, 0, 1 / 8]
+
+
+def test_a_narrow_parameter_without_master_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) is torch.bfloat16"):
+        FusedAdamW([nn.Parameter(torch.ones(3).bfloat16())], factor=torch.ones(()), masters={})
+
+
+def test_state_that_was_replaced_is_refused() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = FusedAdamW([p], factor=torch.ones(()), masters={})
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="the state of a FusedAdamW was replaced"):
+        optimizer.step()
+
+
+def test_a_16_bit_run_saves_float32_weights_under_their_names(tmp_path: Path) -> None:
+    results = {}
+    for precision in ("fp32", "bf16"):
+        config = make_config(tmp_path, precision, train=dict(precision=precision, max_steps=2))
+        results[precision] = load_model(train(config).run_dir).state_dict
+    assert results["bf16"].keys() == results["fp32"].keys()
+    assert {tensor.dtype for tensor in results["bf16"].values()} == {torch.float32}
+    head = results["bf16"]["lm_head.weight"]
+    assert not torch.equal(head, head.bfloat16().float())
