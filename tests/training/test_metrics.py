@@ -306,9 +306,8 @@ finally:
 
 
 def test_neither_tensorboard_nor_wandb_is_imported_unasked(tmp_path: Path) -> None:
-    done = run_train(
-        make_config(tmp_path, train=dict(max_steps=1)), _MODULES, start=subprocess.Popen
-    )  # with nothing loaded
+    config = make_config(tmp_path, train=dict(max_steps=1))
+    done = run_train(config, _MODULES, start=subprocess.Popen)  # a forked process has pytest's packages
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "loaded:"
     assert not (tmp_path / "run" / "tensorboard").exists()
