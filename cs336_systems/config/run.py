@@ -320,7 +320,7 @@ class RunConfig:
             object.__setattr__(self, "optimizer", dataclasses.replace(optimizer, implementation="fused"))
             optimizer = self.optimizer
         is_possible = optimizer.implementation != "fused" or self.train.weight_dtype == "fp32"
-        accepted = "another with train.weight_dtype 'bf16'"
+        accepted = "another, such as 'torch_fused', with train.weight_dtype 'bf16'"
         require_field(optimizer, "optimizer.implementation", is_possible, accepted)
         self.check_world_size(self.parallel.devices)
         self.train.check_checkpointed(self.model.shape.num_layers)

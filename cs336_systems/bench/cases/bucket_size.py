@@ -18,6 +18,7 @@ from ...planner.working import MIB
 from ...training.loop import Trainer
 from ..case import swept
 from ..row import Row, read_rows
+from ..workload import random_run
 from .ddp import ALONE, DDPBench, strategies_case
 
 _BEST = "bucketed:best"
@@ -99,7 +100,7 @@ class BucketBench(DDPBench):
                               "bytes_per_s": bandwidth}}  # fmt: skip
 
     def _gradient_bytes(self) -> float:
-        return float(gradient_bytes_of(self.run_config().to_dict()))
+        return float(gradient_bytes_of(random_run(self.workload().model_config, precision=self.precision).to_dict()))
 
 
 CASE = strategies_case(BucketBench, __name__)
