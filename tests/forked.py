@@ -108,6 +108,9 @@ def _leave_pytest(env: Mapping[str, str]) -> None:
         for number, mode in enumerate("rww")
     )
     logging.getLogger().handlers.clear()
+    loggers = logging.Logger.manager.loggerDict
+    for name in [name for name in loggers if name.partition(".")[0] in _OURS]:
+        del loggers[name]
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)

@@ -107,8 +107,8 @@ class TrainConfig:
     """With compile: fraction of each block's activations to keep for the backward pass. Below 1, PyTorch recomputes the
     cheapest ones (its activation_memory_budget); 0.75 recomputes the norms and the product in the gated layer."""
     cuda_graph: bool = False
-    """Record the step as a CUDA graph and replay it: forward and backward, and with optimizer.implementation fused the
-    update too. This removes launch overhead, which dominates for small models."""
+    """Record the step as a CUDA graph and replay it. This removes launch overhead, which dominates for small models.
+    With optimizer.implementation fused the update is recorded too."""
     activation_checkpointing: str = "none"
     """none: keep all activations. block: each block keeps only its input and is recomputed in the backward pass.
     first_K: only the first K blocks do this. every_K: every K-th block does. groups_K: K blocks together keep only the

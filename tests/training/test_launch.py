@@ -50,7 +50,7 @@ def accident(self, *arguments):
     first_try = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if rank == 1 and self.position.step == 6 and first_try:
         if fault == "raises":
-            self._compute_gradients = broken
+            self._compute = broken
         if fault == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "hangs":
