@@ -50,7 +50,8 @@ class OptimizerConfig:
 
     implementation: Literal["own", "torch", "torch_foreach", "torch_fused", "fused"] = "own"
     """own: the readable AdamW in cs336_basics. torch, torch_foreach, torch_fused: variants of torch.optim.AdamW. fused:
-    clipping and AdamW in one pass over memory, the fastest; train.precision bf16 and fp16 always take it."""
+    clips and updates in one pass over memory, the fastest. Runs with 16-bit matrices and float32 masters always take
+    fused; runs with weight_dtype bf16 take torch_fused instead of it."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float | None = None
@@ -96,8 +97,8 @@ class TrainConfig:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N. auto uses the GPU if there is one."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of computation. With bf16 and fp16 the model has 16-bit matrices and the optimizer their float32 masters;
-    embedding and norms stay float32. fp16 also scales the loss."""
+    """Dtype of computation. With bf16 and fp16 the model has 16-bit matrices, and the optimizer their float32 masters.
+    Embedding and norms stay float32. torch_ddp and torch_fsdp keep float32 weights. fp16 also scales the loss."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which weights are kept and updated. bf16 needs precision bf16: all weights, gradients and optimizer
     state are bf16 then. It halves the memory, but loses updates smaller than 1/256 of a weight."""
@@ -183,8 +184,8 @@ class ParallelConfig:
     """For fsdp and torch_fsdp: free weights after the forward pass and gather them again for the backward pass. false
     keeps them, in train.precision (ZeRO stage 2): less communication, more memory."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
-    """Dtype in which gradients are sent and averaged. same: the dtype they have, for matrices in a 16-bit run of one
-    micro-batch a 16-bit one. fp32: twice the bytes, and averages that are rounded once."""
+    """Dtype in which gradients are sent and averaged. same: the gradient's own dtype; for sharded weights
+    train.precision. fp32: twice the bytes of 16 bits, but the average is rounded only once."""
     nccl_max_ctas: int | None = None
     """Thread blocks per GPU that NCCL may take from computation (default: NCCL's choice). Not for gloo."""
     init_timeout_s: float = 300.0
@@ -316,12 +317,13 @@ class RunConfig:
         accepted = f"at most {context_length - 1}, to leave room for a prompt in model.context_length, {context_length}"
         is_possible = (self.sample.max_new_tokens or 0) < context_length
         require_field(self.sample, "sample.max_new_tokens", is_possible, accepted)
+        implementation = optimizer.implementation
         if self.train.has_masters:
-            object.__setattr__(self, "optimizer", dataclasses.replace(optimizer, implementation="fused"))
-            optimizer = self.optimizer
-        is_possible = optimizer.implementation != "fused" or self.train.weight_dtype == "fp32"
-        accepted = "another, such as 'torch_fused', with train.weight_dtype 'bf16'"
-        require_field(optimizer, "optimizer.implementation", is_possible, accepted)
+            implementation = "fused"
+        elif self.train.weight_dtype == "bf16" and implementation == "fused":
+            implementation = "torch_fused"
+        optimizer = dataclasses.replace(optimizer, implementation=implementation)
+        object.__setattr__(self, "optimizer", optimizer)
         self.check_world_size(self.parallel.devices)
         self.train.check_checkpointed(self.model.shape.num_layers)
         end = optimizer.cosine_steps or self.train.max_steps

@@ -20,12 +20,12 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_basics.optimizer import update
-
 from .launch import check_device
 
 BLOCK = 2048
 """Elements of a program."""
+OLDEST = (7, 0)
+"""The lowest compute capability: that of torch.compile, whose kernels are as simple as these."""
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -159,7 +159,7 @@ def square_sum(gradients: Sequence[Tensor], tables: Tables) -> Float[Tensor, ""]
 
     The gradients are contiguous and not none. tables: kept by the caller for this list of parameters.
     """
-    check_device(gradients[0], "square_sum", "a gradient")
+    check_device(gradients[0], "square_sum", "a gradient", at_least=OLDEST)
     total = torch.zeros((), device=gradients[0].device)
     for table in tables.point_to(gradients):
         sums = torch.empty(table.num_programs, device=gradients[0].device)
@@ -187,28 +187,8 @@ def adamw(
     """
     if not gradients:
         return
-    check_device(gradients[0], "adamw", "a gradient")
+    check_device(gradients[0], "adamw", "a gradient", at_least=OLDEST)
     hyper = [math.log2(beta) if beta else -math.inf for beta in betas]
     hyper += [*betas, *(1 - beta for beta in betas), eps, weight_decay]
     for table in tables.point_to(gradients, states):
         table.launch(_adamw_kernel, factor, lr, *hyper)
-
-
-def adamw_torch(
-    gradients: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    *,
-    factor: Float[Tensor, ""],
-    lr: Float[Tensor, ""],
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """`adamw` in plain PyTorch, with the bits of `cs336_basics.optimizer.AdamW`. It waits for the device."""
-    if not factor > 0:
-        return
-    for gradient, (step, master, m, v, weight) in zip(gradients, states, strict=True):
-        g = gradient.to(torch.float32) * factor
-        update(master, g, m, v, step.item(), lr.item(), betas, eps, weight_decay)
-        if weight.dtype != torch.float32:
-            weight.copy_(master)

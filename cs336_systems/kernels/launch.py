@@ -140,8 +140,11 @@ def has_tma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def check_device(x: Tensor, kernel: str, name: str = "q") -> None:
-    """Raise a ValueError if a Triton kernel cannot run on the device of x, the argument `name`."""
+def check_device(x: Tensor, kernel: str, name: str = "q", at_least: tuple[int, int] = (8, 0)) -> None:
+    """Raise a ValueError if a Triton kernel cannot run on the device of x, the argument `name`.
+
+    at_least: the lowest compute capability that it runs on.
+    """
     if INTERPRET and x.device.type in ("cpu", "cuda"):
         return
     if not x.is_cuda:
@@ -149,5 +152,8 @@ def check_device(x: Tensor, kernel: str, name: str = "q") -> None:
             f"{name} is on {x.device}: {kernel} needs a CUDA device, or a CPU and TRITON_INTERPRET=1 in the "
             "environment, with which Triton's interpreter runs it slowly"
         )
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
-        raise ValueError(f"{name} is on {torch.cuda.get_device_name(x.device)}: {kernel} needs compute capability 8.0")
+    if torch.cuda.get_device_capability(x.device) < at_least:
+        needed = ".".join(map(str, at_least))
+        raise ValueError(
+            f"{name} is on {torch.cuda.get_device_name(x.device)}: {kernel} needs compute capability {needed}"
+        )

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
@@ -93,19 +94,28 @@ def use_device_in_thread(device: torch.device) -> None:
         torch.cuda.set_device(device.index or 0)
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to main memory and wait for it, without blocking CUDA calls of other threads.
+def start_copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start to copy a tensor to main memory. The returned function waits for the copy and returns it.
 
-    `tolist` and copies to unpinned memory hold CUDA's lock until all queued work is done, so that launches and frees of
-    other threads wait too.
+    It does not block CUDA calls of other threads. `tolist` and copies to unpinned memory hold CUDA's lock until all
+    queued work is done, so that launches and frees of other threads wait too.
     """
     if not tensor.is_cuda:
-        return tensor
+        return lambda: tensor
     copy = tensor.to("cpu", non_blocking=True)  # to pinned memory
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(tensor.device))
-    copied.synchronize()
-    return copy
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return wait
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy of a tensor in main memory, as by `start_copy_to_host`."""
+    return start_copy_to_host(tensor)()
 
 
 def memory_bytes(device: torch.device) -> int | None:

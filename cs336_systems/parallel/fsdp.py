@@ -59,8 +59,7 @@ class FSDP(Strategy):
     """The weights of Linear and Embedding are sharded by rows over all ranks; all other parameters are replicated.
 
     A weight (rows, ...) is divided as torch.chunk and DTensor's Shard(0) do. After wrapping, the module's parameter is
-    this rank's shard. It stays the same object of the same dtype: the shards are the master weights that the optimizer
-    sees, and their gradients are shards too.
+    this rank's shard. It stays the same object of the same dtype, and its gradient is a shard too.
 
     A parameter group is the weights of one element of an nn.ModuleList (a Transformer block), and elsewhere the weights
     of one module. While a group computes, forward or backward, the next one is prefetched, so at most two are unsharded
@@ -323,7 +322,7 @@ class FSDP(Strategy):
                 p.used = p.shard.grad is not None
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter whole, in the dtype of the master weights, by its name; replicated ones as they are.
+        """Every parameter whole, in its own dtype, by its name.
 
         All ranks call it together.
         """

@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import get_cosine_lr
 
 from ..config.run import RunConfig
-from ..machine.hardware import autocast, device_peak_flops, to_host, with_index
+from ..machine.hardware import autocast, device_peak_flops, start_copy_to_host, with_index
 from ..parallel import comm, failure
 from ..planner.accounting import training_flops
 from .batches import BatchLoader, Tokens, micro_batch_size
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or a gradient was not finite. The weights are unchanged since the step before."""
+    """The loss or a gradient was not finite. That step has changed no weight."""
 
 
 @dataclass
@@ -46,6 +46,18 @@ class Position:
     step: int = 0
     sequences: int = 0
     skipped_steps: int = 0
+
+
+@dataclass(frozen=True)
+class StartedStep:
+    """A step that was launched, and whose loss was not read yet."""
+
+    step: int
+    first_sequence: int
+    lr: float
+    data_wait: float
+    numbers: Callable[[], Tensor]
+    """Waits for the step. Returns its loss, its gradient norm and, with several ranks, the share of those that stop."""
 
 
 class Trainer:
@@ -108,6 +120,30 @@ class Trainer:
 
         stop: called late in the step. If it returns true on any rank, `stopping` becomes true on all.
         """
+        return self.finish_step(self.start_step(stop))
+
+    def train_steps(self, last: int, stop: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:
+        """`train_step` up to step `last`, or until `stopping`. Yields the metrics of each step.
+
+        With the optimizer fused the host reads the loss of a step while the GPU computes the next one, so the GPU never
+        waits for it. A NonFiniteError then comes when the next step has begun, and has perhaps updated the weights.
+        """
+        started: StartedStep | None = None
+        while self.position.step < last and not self.stopping:
+            before, started = started, self.start_step(stop)
+            if before is not None:
+                yield self.finish_step(before)
+            if self.scale is None:
+                yield self.finish_step(started)
+                started = None
+        if started is not None:
+            yield self.finish_step(started)
+
+    def start_step(self, stop: Callable[[], bool] = lambda: False) -> StartedStep:
+        """Launch a step. `finish_step` must follow before the next but one is started; without fused, before the next.
+
+        stop: as in `train_step`.
+        """
         train, position = self.config.train, self.position
         step = position.step + 1
         failure.set_step(step)
@@ -118,41 +154,48 @@ class Trainer:
         inputs, targets = self.loader.get(position.sequences + comm.rank() * count, count, train.batch_size)
         data_wait = time.perf_counter() - started
 
-        loss_and_norm = (self._recorded or self._compute)(inputs, targets)
+        numbers = (self._recorded or self._compute)(inputs, targets)
         if comm.world_size() == 1:
-            loss_value, norm_value = to_host(loss_and_norm).tolist()
             self.stopping = stop()
         else:
-            loss, norm = loss_and_norm
-            means = torch.stack((loss, norm, torch.full_like(loss, stop())))
-            comm.mean([means], "all-reduce of the loss")  # the norm is equal on all ranks
-            loss_value, norm_value, share_that_stops = to_host(means).tolist()
-            self.stopping = share_that_stops > 0
+            numbers = torch.cat((numbers, numbers.new_full((1,), stop())))
+            comm.mean([numbers], "all-reduce of the loss")  # the norm is equal on all ranks
+        if self.scale is not None:
+            self._clear_gradients()
+        started_step = StartedStep(step, position.sequences, lr, data_wait, start_copy_to_host(numbers))
+        position.step = step
+        position.sequences += train.batch_size
+        return started_step
+
+    def finish_step(self, started: StartedStep) -> dict[str, Any]:
+        """Wait for the loss of a step, update the weights unless it has done so, and return its metrics."""
+        train = self.config.train
+        loss, norm, *share_that_stops = started.numbers().tolist()
+        if share_that_stops:
+            self.stopping = share_that_stops[0] > 0
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
 
-        updated = math.isfinite(loss_value) and math.isfinite(norm_value)
+        updated = math.isfinite(loss) and math.isfinite(norm)
         if not updated:
-            self._skip_or_raise(step, loss_value, norm_value)
-        elif self.scale is None:
-            self.optimizer.step()
-        if not train.cuda_graph:  # a replay overwrites the gradients
-            self.strategy.zero_grad()
-        position.step = step
-        position.sequences += train.batch_size
-        position.skipped_steps += not updated
+            self._skip_or_raise(started, loss, norm)
+        if self.scale is None:
+            if updated:
+                self.optimizer.step()
+            self._clear_gradients()
+        self.position.skipped_steps += not updated
         mfu = None if self._peak_flops is None else self._step_flops / elapsed / self._peak_flops / comm.world_size()
         return {
-            "step": step,
-            "loss": loss_value,
-            "lr": lr,
-            "grad_norm": norm_value,
+            "step": started.step,
+            "loss": loss,
+            "lr": started.lr,
+            "grad_norm": norm,
             "step_ms": elapsed * 1e3,
-            "data_wait_ms": data_wait * 1e3,
+            "data_wait_ms": started.data_wait * 1e3,
             "tokens_per_s": train.batch_size * self.context_length / elapsed,
             "mfu": mfu,
             "memory_bytes": self.peak_memory_bytes(),
-            "skipped_steps": position.skipped_steps,
+            "skipped_steps": self.position.skipped_steps,
         }
 
     def _compute(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -170,6 +213,10 @@ class Trainer:
             self.optimizer.step()
         return torch.stack((loss, norm.to(loss)))
 
+    def _clear_gradients(self) -> None:
+        if not self.config.train.cuda_graph:  # a replay overwrites the gradients
+            self.strategy.zero_grad()
+
     def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Accumulate the gradient of the mean loss over all micro-batches; return that loss, on the device."""
         total = torch.zeros((), device=self.device)
@@ -184,19 +231,19 @@ class Trainer:
         self.strategy.finish_gradient_synchronization()
         return total
 
-    def _skip_or_raise(self, step: int, loss: float, norm: float) -> None:
+    def _skip_or_raise(self, started: StartedStep, loss: float, norm: float) -> None:
         """Skip a step without an update if that is allowed; else raise NonFiniteError with the batch."""
         # A finite loss with infinite gradients means that fp16's loss scale was too large. It has been halved.
         loss_scale = None if self.scale is None else self.scale.loss_scale
         overflow = loss_scale is not None and math.isfinite(loss) and loss_scale >= SMALLEST_LOSS_SCALE
         if not overflow and not self.config.train.skip_nonfinite:
-            first, count = self.position.sequences, self.config.train.batch_size
+            first, count = started.first_sequence, self.config.train.batch_size
             raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {norm}, before the update. The batch is sequences {first} to "
+                f"step {started.step}: loss {loss}, gradient norm {norm}, before the update. The batch is sequences {first} to "
                 f"{first + count - 1} of the run, at tokens {self.loader.starts(first, count).tolist()} of "
                 f"{self.config.data.train_tokens} (--train.skip_nonfinite true skips such steps)"
             )
-        logger.warning("step %d skipped: loss %s, gradient norm %s", step, loss, norm)
+        logger.warning("step %d skipped: loss %s, gradient norm %s", started.step, loss, norm)
 
     @torch.no_grad()
     def evaluate(self, tokens: Tokens) -> float:

@@ -5,7 +5,7 @@ the update, which also clips them and writes the 16-bit weights. The decision to
 """
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cs336_basics.nn_utils import gradient_norms
+from cs336_basics.optimizer import update
 
-from ..kernels.adamw import Tables, adamw, adamw_torch, square_sum
 from ..parallel.strategy import Strategy
 
 MASTER = "master"
@@ -36,7 +36,7 @@ class GradientScale:
         self._max_norm = max_norm
         self._loss_scale = torch.tensor(2.0**16, device=device) if scales_loss else None
         self._good_steps = torch.zeros((), device=device)  # since the scale changed
-        self._tables: tuple[Tables, Tables] = Tables(), Tables()
+        self._tables: dict[bool, Any] = {}
 
     @property
     def loss_scale(self) -> float | None:
@@ -72,7 +72,9 @@ class GradientScale:
     def _square_sum(self, gradients: list[Tensor], are_shards: bool) -> Tensor:
         parts = [_in_memory(g) for g in gradients]
         if self.factor.is_cuda:
-            return square_sum(parts, self._tables[are_shards])
+            from ..kernels.adamw import Tables, square_sum  # Triton is only there on Linux
+
+            return square_sum(parts, self._tables.setdefault(are_shards, Tables()))
         return torch.linalg.vector_norm(torch.stack(gradient_norms(parts))).square()
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +113,7 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         self._factor, self._masters = factor, masters
-        self._tables: dict[tuple[int, ...], Tables] = {}
+        self._tables: dict[tuple[int, ...], Any] = {}
         lr_on_device = torch.tensor(lr, dtype=torch.float64, device=factor.device)
         super().__init__(params, dict(lr=lr_on_device, betas=betas, eps=eps, weight_decay=weight_decay))
         self._state_at_start = self.state
@@ -152,11 +154,33 @@ class FusedAdamW(torch.optim.Optimizer):
             ]
             hyper = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
             if self._factor.is_cuda:
+                from ..kernels.adamw import Tables, adamw
+
                 tables = self._tables.setdefault(tuple(map(id, parameters)), Tables())
                 adamw(gradients, tensors, tables, factor=self._factor, **hyper)
             else:
                 adamw_torch(gradients, tensors, factor=self._factor, **hyper)
         return loss
+
+
+def adamw_torch(
+    gradients: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    *,
+    factor: Tensor,
+    lr: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """`kernels.adamw.adamw` in plain PyTorch, with the bits of `cs336_basics.optimizer.AdamW`. Waits for the device."""
+    if not factor > 0:
+        return
+    for gradient, (step, master, m, v, weight) in zip(gradients, states, strict=True):
+        g = gradient.to(torch.float32) * factor
+        update(master, g, m, v, step.item(), lr.item(), betas, eps, weight_decay)
+        if weight.dtype != torch.float32:
+            weight.copy_(master)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -95,13 +95,15 @@ class Run:
             while position.step < settings.max_steps and not trainer.stopping:
                 if comm.world_size() == 1 and stop.requested():
                     break
-                row = trainer.train_step(lambda: stop.requested() or self._time_is_up())
-                self.rows.append(row)
-                self._write(row)
+                ends = [position.step - position.step % each + each for each in (settings.validation_interval, interval) if each]
+                last = min([settings.max_steps, *ends])
+                for row in trainer.train_steps(last, lambda: stop.requested() or self._time_is_up()):
+                    if self.startup_s is None:
+                        self.startup_s = time.perf_counter() - self.started
+                        stack.enter_context(gc_frozen())
+                    self.rows.append(row)
+                    self._write(row)
                 step = position.step
-                if step == self.first_step:
-                    self.startup_s = time.perf_counter() - self.started
-                    stack.enter_context(gc_frozen())
                 if settings.validation_interval and step % settings.validation_interval == 0:
                     self._validate()
                 if interval > 0 and step % interval == 0:

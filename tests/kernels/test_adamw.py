@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-from cs336_systems.kernels.adamw import BLOCK, Tables, adamw, adamw_torch, square_sum
+from cs336_systems.kernels.adamw import BLOCK, Tables, adamw, square_sum
+from cs336_systems.training.optimizer import adamw_torch
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is a GPU")),

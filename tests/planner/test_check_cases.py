@@ -1,7 +1,10 @@
 """Memory of rows that are no whole training step: by hand, on a CPU, beside the committed rows; and the two aims."""
 
 import json
+import subprocess
+import sys
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +29,6 @@ from cs336_systems.planner.check import (
 )
 from cs336_systems.planner.forward_memory import forward_moments, forward_peak_bytes
 from cs336_systems.planner.job import Job
-
-from ..distributed import run_ranks
 from .helpers import rows
 
 MIB = 2**20
@@ -92,28 +93,42 @@ def test_a_forward_pass_has_one_workspace_and_no_gradients() -> None:
     assert forward_peak_bytes(tiny()) == sum(terms.values()) - 1152 + 1168
 
 
-def peak_of_a_forward_pass(shape: ModelShape, precision: str) -> int:
-    model = TransformerLM(**vars(shape))
-    tokens = torch.zeros(2, shape.context_length, dtype=torch.long)
+LIVE = [
+    (moment, length, d_ff, precision)
+    for moment, length, d_ff in [("attention", 128, 64), ("ffn", 16, 1024)]
+    for precision in ("fp32", "bf16")
+]
+
+
+def live_shape(length: int, d_ff: int) -> ModelShape:
+    return ModelShape(
+        vocab_size=32, context_length=length, d_model=32, d_ff=d_ff, num_layers=2, num_heads=2, rope_theta=10000.0
+    )
+
+
+def measured_peak(_: str, length: int, d_ff: int, precision: str) -> int:
+    model = TransformerLM(**vars(live_shape(length, d_ff)))
+    tokens = torch.zeros(2, length, dtype=torch.long)
     is_narrow = precision == "bf16"
     with torch.no_grad(), LiveBytes() as live, torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
         cross_entropy(model(tokens), tokens)
     return live.peak
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("moment, length, d_ff", [("attention", 128, 64), ("ffn", 16, 1024)])
-def test_live_memory_on_a_cpu_equals_the_count(precision: Any, moment: str, length: int, d_ff: int) -> None:
-    shape = ModelShape(
-        vocab_size=32, context_length=length, d_model=32, d_ff=d_ff, num_layers=2, num_heads=2, rope_theta=10000.0
-    )
+def counted_peak(moment: str, length: int, d_ff: int, precision: Any) -> int:
+    shape = live_shape(length, d_ff)
     job = Job(shape=shape, batch_size=2, precision=precision, attention="naive", optimizer=False, clip=False)
     missing = {"attention": 32 * 32 + 3 * 32 * d_ff, "ffn": 32 * d_ff}[moment]
     copies = 2 * weight_copy_bytes(shape, precision) - 2 * (precision == "bf16") * missing
-    # In a process of its own: where any function has failed to compile, PyTorch goes on evaluating Python's frames
+    return int(last_terms(job)[moment] + copies)
+
+
+def test_live_memory_on_a_cpu_equals_the_count() -> None:
+    # In an interpreter of its own: where any function has failed to compile, PyTorch goes on evaluating Python's frames
     # (2.13), and a caller then keeps the arguments of its callees: one more activation is alive.
-    (peak,) = run_ranks(peak_of_a_forward_pass, 1, shape, precision)
-    assert peak == last_terms(job)[moment] + copies
+    program = f"from {__name__} import *; print([measured_peak(*case) for case in LIVE])"
+    peaks = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=Path(__file__).parents[2])
+    assert json.loads(peaks) == [counted_peak(*case) for case in LIVE]
 
 
 @pytest.mark.parametrize("row", FORWARD, ids=label)

@@ -201,7 +201,7 @@ def test_a_card_without_bfloat16_trains_in_float16(
     monkeypatch.setattr(speedrun_run, "check_precision", check_precision)
     config, _ = prepare(tmp_path, "--size", "small", "--epochs", "10000")
     train = config["train"]
-    assert (train["precision"], train["compile"], train["cuda_graph"]) == ("fp16", True, False)
+    assert (train["precision"], train["compile"], train["cuda_graph"]) == ("fp16", True, True)
     assert {trial.kernel for trial in machine.trials} == {"auto", "flash_triton"}
     assert train["gradient_accumulation_steps"] > 1, "more than fits into 15 GiB"
 

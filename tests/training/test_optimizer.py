@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from cs336_basics.model import TransformerLM
 from cs336_basics.optimizer import AdamW
 from cs336_systems.config.run import OptimizerConfig, RunConfig
-from cs336_systems.kernels.adamw import adamw_torch
 from cs336_systems.parallel import comm, get_strategy
 from cs336_systems.parallel.strategy import Strategy
 from cs336_systems.planner.accounting import (
@@ -25,7 +24,7 @@ from cs336_systems.planner.accounting import (
 from cs336_systems.planner.job import Job
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import NonFiniteError, Trainer
-from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale, _local
+from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale, _local, adamw_torch
 from cs336_systems.training.pipeline import train
 from tests.distributed import run_ranks
 from tests.training.helpers import assert_same_tensors, make_config, tiny_trainer
@@ -256,7 +255,7 @@ def test_losses_on_a_gpu_are_those_of_the_plain_form(
     for is_plain in (False, True):
         if is_plain:
             monkeypatch.setattr(
-                "cs336_systems.training.optimizer.adamw",
+                "cs336_systems.kernels.adamw.adamw",
                 lambda gradients, states, tables, **hyper: adamw_torch(gradients, states, **hyper),
             )
         with tiny_trainer(config_of(precision, gradient_accumulation_steps=accumulation), device="cuda") as trainer:

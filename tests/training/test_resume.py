@@ -93,9 +93,9 @@ def test_resume_auto_starts_from_the_beginning_where_nothing_is_whole_and_says_s
 def test_a_checkpoint_without_all_that_a_run_goes_on_from_is_one_line(tmp_path: Path) -> None:
     config = make_config(tmp_path, train=dict(precision="fp16"))
     train(config)
-    forge_manifest(checkpoint_path(config, 10), lambda manifest: manifest["trainer"]["scaler"].pop("growth_factor"))
+    forge_manifest(checkpoint_path(config, 10), lambda manifest: manifest["trainer"]["scaler"].pop("_growth_tracker"))
     longer = dataclasses.replace(config.train, max_steps=12)
-    with pytest.raises(ValueError, match=r"step_00000010 .*no 'growth_factor'"):
+    with pytest.raises(ValueError, match=r"step_00000010 .*no '_growth_tracker'"):
         train(resumed(config, train=longer))
 
 

@@ -104,11 +104,12 @@ class Speedrun:
         # work here: not every machine can compile.
         self.ways = [("fp32", False, False)]
         if self.device.type == "cuda":
-            self.ways = [("bf16", True, True), ("bf16", True, False), ("bf16", False, False)]
             try:
                 check_precision(self.device, "bf16")
-            except ValueError:  # a T4 has only float16, whose loss scaling no graph can record
-                self.ways = [("fp16", True, False), ("fp16", False, False)]
+                half = "bf16"
+            except ValueError:  # a T4 has only float16
+                half = "fp16"
+            self.ways = [(half, True, True), (half, True, False), (half, False, False)]
         self.out = Path("runs")
         if out is not None:
             self.out = folder_to_write(out)

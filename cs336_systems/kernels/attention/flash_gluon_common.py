@@ -55,7 +55,7 @@ HEAD_SIZES = (64, 128)
 ROWS = 64
 GROUPS = 2
 BLOCK = gl.constexpr(ROWS * GROUPS)
-"""Rows of a program."""
+"""Rows of a program's tile."""
 LAYOUTS = {
     4: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
     2: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),

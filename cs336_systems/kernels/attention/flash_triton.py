@@ -1,7 +1,7 @@
 """FlashAttention-2 in Triton, forward and backward (Dao 2023, FlashAttention-2, Algorithms 1 and 2), made fast.
 
 `flash_triton_simple.py` is the version to read first. The forward pass loops over the keys for one tile of queries and
-keeps a running maximum and sum (online softmax). The backward pass recomputes the probabilities from the logsumexp
+keeps a running maximum and sum (online softmax). Triton's backward pass recomputes the probabilities from the logsumexp
 twice: a loop over the keys gives dQ, a loop over the queries gives dK and dV. That costs two more matrix products than
 a single loop that adds to dQ in memory, but gives the same bits every time.
 
