@@ -26,9 +26,7 @@ import torch.distributed as dist
 from cs336_systems.parallel import comm
 
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(
-    ["pytest", "torch", "torch._dynamo", "cs336_systems.parallel", "cs336_systems.training"]
-)
+forkserver.set_forkserver_preload(["tests.preloaded"])
 
 
 def run_ranks(

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 
+import matplotlib.backends.backend_agg  # a program that draws takes two seconds to load it
+import matplotlib.figure  # noqa: F401
 import torch
 import torch._dynamo  # the first optimizer of a process loads it, which takes seconds
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -44,13 +46,20 @@ def _spawn(path: Any, arguments: Sequence[str | bytes], kept: Iterable[int]) -> 
 
 
 class _Forked(subprocess.Popen):
+    """Forks programs in Python, and starts others."""
+
     def _execute_child(  # what Popen does between making the pipes and reading from them
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
         startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
         errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any, new_session: bool,
-        *_: Any,
+        *more: Any,
     ) -> None:  # fmt: skip
-        assert args[0] == sys.executable
+        if shell or [*args][:1] != [sys.executable]:
+            given = executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell
+            pipes = p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+            how = restore_signals, gid, gids, uid, umask, new_session
+            super()._execute_child(args, *given, *pipes, *how, *more)  # type: ignore[misc]
+            return
 
         def enter() -> None:
             if new_session:
@@ -118,7 +127,7 @@ def _leave_pytest(env: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.path[:0] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    _before.extend(sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in _OURS)
+    _before.extend(sys.modules.pop(name) for name in [*sys.modules] if _is_replaced(name))
     asyncio.set_event_loop_policy(None)  # no loop that pytest's process runs
     random.seed()
     torch.set_num_threads(1)
@@ -128,6 +137,12 @@ def _leave_pytest(env: Mapping[str, str]) -> None:
     fork_servers()
     for singleton in (forkserver._forkserver, resource_tracker._resource_tracker):  # type: ignore[attr-defined]
         singleton.__init__()  # not pytest's, which this process may have none of
+
+
+def _is_replaced(name: str) -> bool:
+    """Whether a program imports a module anew: one of ours, or a test's, which is in no place of installed ones."""
+    file = getattr(sys.modules[name], "__file__", None) or sys.prefix
+    return name.partition(".")[0] in _OURS or not file.startswith((sys.prefix, sys.base_prefix))
 
 
 def _interpret(arguments: list[str]) -> int:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from cs336_systems.kernels.attention import get_attention
 from cs336_systems.parallel import STRATEGIES, Options, StrategyFactory, get_strategy
 from cs336_systems.report.views import rows_table
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
+from tests import forked
 from tests.distributed import run_ranks
 from tests.extending import DOCUMENT, STEPS, code, train_together
 from tests.kernels.attention_cases import QUICK_CASES, check_case
@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def run(command: list[str], cwd: Path, path: Path = ROOT) -> str:
     """Run a Python script or module in `cwd`, with `path` on Python's path; return its output."""
     environ = {**os.environ, "PYTHONPATH": str(path)}
-    ran = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, env=environ)
+    ran = forked.run([sys.executable, *command], 200, cwd=cwd, env=environ)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 

@@ -6,11 +6,14 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted(path for under in ("*.ipynb", "lessons/*.ipynb") for path in (ROOT / "notebooks").glob(under))
@@ -98,16 +101,16 @@ def opened(path: Path) -> Any:
     return notebook
 
 
-def executed(notebook: Any, folder: Path) -> Any:
-    """The notebook run in a kernel of this interpreter. Raises CellExecutionError for a cell that fails."""
-    nbclient = pytest.importorskip("nbclient", reason="pip install '.[dev]'")
+def outputs_of(notebook: Any, folder: Path, out: Path) -> list[Any]:
+    """The outputs of a notebook's cells with code, run in a folder by `tests/run_notebook.py`."""
     pytest.importorskip("ipykernel", reason="pip install '.[dev]'")
-    from jupyter_client.kernelspec import KernelSpecManager
-    from jupyter_client.manager import AsyncKernelManager
-
-    here = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))  # no other that is installed
-    where = {"metadata": {"path": str(folder)}}
-    return nbclient.NotebookClient(notebook, km=here, timeout=_LONGEST_S, resources=where).execute(cleanup_kc=True)
+    (folder / "run.ipynb").write_text(json.dumps(notebook))
+    file = out.parent / "outputs.json"
+    program = [sys.executable, "-m", "tests.run_notebook", str(folder / "run.ipynb"), str(file)]
+    result = forked.run(program, _LONGEST_S, cwd=folder, env=dict(os.environ))
+    (folder / "run.ipynb").unlink()
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(file.read_text())
 
 
 @pytest.fixture
@@ -132,13 +135,9 @@ def test_a_notebook_runs_to_its_end_and_writes_only_where_it_is_told(form: str, 
     for old, new in changes.items():
         (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code" and old in cell.source)
         cell.source = cell.source.replace(old, new)
-    executed(notebook, clone / "notebooks")
+    outputs = outputs_of(notebook, clone / "notebooks", out)
 
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in cells)
-    outputs = [output for cell in cells for output in cell.outputs]
-    assert not [output for output in outputs if output.output_type == "error"]
-    shown = [output.data for output in outputs if "data" in output]
+    shown = [data for output in outputs for data in output["shown"]]
     assert [data for data in shown if len(data.get("image/png", "")) > 1000]
     assert [data for data in shown if "| --- |" in data.get("text/markdown", "")]
     rows = [row for file in out.rglob("*.jsonl") for row in file.read_text().splitlines()]
@@ -158,17 +157,13 @@ def test_a_lesson_runs_with_its_exercise_open_wrong_and_right(lesson: str, clone
             assert exercise.source.splitlines().count(old) == 1
             exercise.source = re.sub(rf"^{re.escape(old)}$", lambda _, new=new: new, exercise.source, flags=re.M)
         notebook.cells += [exercise, check]
-    executed(notebook, clone / "notebooks/lessons")
+    outputs = outputs_of(notebook, clone / "notebooks/lessons", out)
 
-    said = [
-        "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
-        for cell in notebook.cells
-        if cell.id.startswith("check") and cell.cell_type == "code"
-    ]
+    with_code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    said = [o["text"] for cell, o in zip(with_code, outputs, strict=True) if cell.id.startswith("check")]
     answers = [answer for _, answer in LESSONS[lesson]]
     assert [text[: len(answer)] for text, answer in zip(said, answers, strict=True)] == answers
-    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
-    assert [data for data in shown if len(data.get("image/png", "")) > 1000]
+    assert [data for output in outputs for data in output["shown"] if len(data.get("image/png", "")) > 1000]
     assert files_of(clone) == before
 
 

@@ -41,7 +41,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class Position:
-    """Progress of a run: steps done, sequences consumed, steps skipped."""
+    """Progress of a run: steps started, sequences consumed, steps skipped."""
 
     step: int = 0
     sequences: int = 0
@@ -120,7 +120,10 @@ class Trainer:
 
         stop: called late in the step. If it returns true on any rank, `stopping` becomes true on all.
         """
-        return self.finish_step(self.start_step(stop))
+        row = self.finish_step(self.start_step(stop))
+        if comm.world_size() == 1:
+            self.stopping = stop()
+        return row
 
     def train_steps(self, last: int, stop: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:
         """`train_step` up to step `last`, or until `stopping`. Yields the metrics of each step.
@@ -136,36 +139,32 @@ class Trainer:
             if self.scale is None:
                 yield self.finish_step(started)
                 started = None
+            if comm.world_size() == 1:
+                self.stopping = stop()
         if started is not None:
             yield self.finish_step(started)
 
-    def start_step(self, stop: Callable[[], bool] = lambda: False) -> StartedStep:
-        """Launch a step. `finish_step` must follow before the next but one is started; without fused, before the next.
-
-        stop: as in `train_step`.
-        """
+    def start_step(self, stop: Callable[[], bool]) -> StartedStep:
+        """Launch a step. With fused it is complete but for its metrics; otherwise `finish_step` updates the weights."""
         train, position = self.config.train, self.position
         step = position.step + 1
         failure.set_step(step)
         lr = self.learning_rate(step)
         set_learning_rate(self.optimizer, lr)
-        started = time.perf_counter()
-        count = train.batch_size // comm.world_size()
-        inputs, targets = self.loader.get(position.sequences + comm.rank() * count, count, train.batch_size)
-        data_wait = time.perf_counter() - started
+        asked = time.perf_counter()
+        first, count = position.sequences, train.batch_size // comm.world_size()
+        inputs, targets = self.loader.get(first + comm.rank() * count, count, train.batch_size)
+        data_wait = time.perf_counter() - asked
 
         numbers = (self._recorded or self._compute)(inputs, targets)
-        if comm.world_size() == 1:
-            self.stopping = stop()
-        else:
-            numbers = torch.cat((numbers, numbers.new_full((1,), stop())))
-            comm.mean([numbers], "all-reduce of the loss")  # the norm is equal on all ranks
         if self.scale is not None:
             self._clear_gradients()
-        started_step = StartedStep(step, position.sequences, lr, data_wait, start_copy_to_host(numbers))
         position.step = step
         position.sequences += train.batch_size
-        return started_step
+        if comm.world_size() > 1:
+            numbers = torch.cat((numbers, numbers.new_full((1,), stop())))
+            comm.mean([numbers], "all-reduce of the loss")  # the norm is equal on all ranks
+        return StartedStep(step, first, lr, data_wait, start_copy_to_host(numbers))
 
     def finish_step(self, started: StartedStep) -> dict[str, Any]:
         """Wait for the loss of a step, update the weights unless it has done so, and return its metrics."""
@@ -239,8 +238,8 @@ class Trainer:
         if not overflow and not self.config.train.skip_nonfinite:
             first, count = started.first_sequence, self.config.train.batch_size
             raise NonFiniteError(
-                f"step {started.step}: loss {loss}, gradient norm {norm}, before the update. The batch is sequences {first} to "
-                f"{first + count - 1} of the run, at tokens {self.loader.starts(first, count).tolist()} of "
+                f"step {started.step}: loss {loss}, gradient norm {norm}, before the update. The batch is sequences "
+                f"{first} to {first + count - 1} of the run, at tokens {self.loader.starts(first, count).tolist()} of "
                 f"{self.config.data.train_tokens} (--train.skip_nonfinite true skips such steps)"
             )
         logger.warning("step %d skipped: loss %s, gradient norm %s", started.step, loss, norm)
@@ -249,6 +248,8 @@ class Trainer:
     def evaluate(self, tokens: Tokens) -> float:
         """Mean loss in nats over the sequences of `validation_starts`. The ranks share the batches."""
         length, world_size = self.context_length, comm.world_size()
+        if self.scale is not None:
+            self.optimizer.zero_grad()  # Dynamo compiles no product of a 16-bit weight that has a float32 gradient
         starts = self.validation_starts(len(tokens))
         total = torch.zeros((), device=self.device)
         for i in range(0, len(starts), world_size):

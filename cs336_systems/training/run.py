@@ -95,8 +95,8 @@ class Run:
             while position.step < settings.max_steps and not trainer.stopping:
                 if comm.world_size() == 1 and stop.requested():
                     break
-                ends = [position.step - position.step % each + each for each in (settings.validation_interval, interval) if each]
-                last = min([settings.max_steps, *ends])
+                intervals = [each for each in (settings.validation_interval, interval) if each > 0]
+                last = min([settings.max_steps, *(position.step // each * each + each for each in intervals)])
                 for row in trainer.train_steps(last, lambda: stop.requested() or self._time_is_up()):
                     if self.startup_s is None:
                         self.startup_s = time.perf_counter() - self.started

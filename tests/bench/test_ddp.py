@@ -21,6 +21,7 @@ from cs336_systems.cli.report import make_report
 from cs336_systems.planner.rows import job_of
 from cs336_systems.report.step_streams import plot_streams, streams_table
 from cs336_systems.report.views import rows_table
+from cs336_systems.training.loop import StartedStep
 
 
 def quick(*variants: str, **fields: Any) -> list[DDPBench]:
@@ -134,9 +135,9 @@ def test_variants_built_once_are_kept_for_all_rounds(monkeypatch: pytest.MonkeyP
             names[id(self)] = len(names)
             events.append(("built", names[id(self)]))
 
-        def train_step(self, *given: Any) -> dict[str, Any]:
+        def start_step(self, *given: Any) -> StartedStep:
             events.append(("step", names[id(self)]))
-            return super().train_step(*given)
+            return super().start_step(*given)
 
         def close(self) -> None:
             events.append(("closed", names[id(self)]))

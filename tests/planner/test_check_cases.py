@@ -29,6 +29,7 @@ from cs336_systems.planner.check import (
 )
 from cs336_systems.planner.forward_memory import forward_moments, forward_peak_bytes
 from cs336_systems.planner.job import Job
+
 from .helpers import rows
 
 MIB = 2**20

@@ -1,9 +1,17 @@
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from cs336_systems.machine.garbage import gc_frozen
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_frozen() -> Iterator[None]:
+    gc.unfreeze()  # what pytest has frozen
+    yield
+    gc.freeze()
 
 
 class Knot:
@@ -30,3 +38,10 @@ def test_the_exemption_ends_after_an_error() -> None:
     with pytest.raises(KeyError), gc_frozen():
         raise KeyError
     assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_were_frozen_stay_so() -> None:
+    gc.freeze()
+    with gc_frozen():
+        pass
+    assert gc.get_freeze_count() > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cs336_systems.config.run import RunConfig
 from cs336_systems.training import RunResult
-from cs336_systems.training.loop import Trainer
+from cs336_systems.training.loop import StartedStep, Trainer
 from cs336_systems.training.manifest import verify_checkpoint
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 
@@ -66,16 +66,16 @@ def assert_same_end(one: End, other: End) -> None:
 
 def stop_after(step: int, run: Callable[[], RunResult]) -> RunResult:
     """Run, with a SIGTERM to this process during that step."""
-    train_step = Trainer.train_step
+    finish_step = Trainer.finish_step
 
-    def stopping(trainer: Trainer, *_: Any) -> dict[str, Any]:
-        row = train_step(trainer)
+    def stopping(trainer: Trainer, started: StartedStep) -> dict[str, Any]:
+        row = finish_step(trainer, started)
         if row["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return row
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "train_step", stopping)
+        patch.setattr(Trainer, "finish_step", stopping)
         return run()
 
 

@@ -43,7 +43,7 @@ from tests.training.helpers import (
 FAULTY = """
 import os, signal, sys, time
 from cs336_systems.training.loop import Trainer
-step, fault, rank = Trainer.train_step, sys.argv.pop(1), int(os.environ["RANK"])
+step, fault, rank = Trainer.start_step, sys.argv.pop(1), int(os.environ["RANK"])
 def broken(*arguments):
     raise RuntimeError("the dog ate my gradients")
 def accident(self, *arguments):
@@ -59,7 +59,7 @@ def accident(self, *arguments):
         if fault == "is told to stop":
             os.kill(os.getpid(), signal.SIGTERM)
     return step(self, *arguments)
-Trainer.train_step = accident
+Trainer.start_step = accident
 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and rank == 0:
     time.sleep(3)  # a restart may not depend on who is back first: rank 1 must not find where rank 0 was
 if fault == "differs" and rank == 1:
@@ -325,12 +325,12 @@ def rows_grow(config: RunConfig) -> bool:
 
 def train_until(step: int, config: RunConfig) -> None:
     """A run on this rank that ends after a step as if it had been told to."""
-    real = Trainer.train_step
-    Trainer.train_step = lambda self, _: real(self, lambda: self.position.step + 1 == step)  # type: ignore[method-assign]
-    try:
+    real = Trainer.train_steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Trainer, "train_steps", lambda self, last, _: real(self, last, lambda: self.position.step == step)
+        )
         assert pipeline.train_on(config, torch.device("cpu")).step == step
-    finally:
-        Trainer.train_step = real  # type: ignore[method-assign]
 
 
 def test_a_run_of_one_strategy_and_size_goes_on_with_another(alone: RunConfig, tmp_path: Path) -> None:

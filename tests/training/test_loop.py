@@ -349,7 +349,6 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_update(
         assert_same_tensors(weights_of(trainer), weights)
         for before, after in zip(moments, trainer.optimizer.state.values(), strict=True):
             assert_same_tensors(after, before)
-        assert trainer.position.step == 2
         message = str(caught.value)
         assert "step 3:" in message
         assert "sequences 8 to 11" in message

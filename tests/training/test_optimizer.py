@@ -23,7 +23,7 @@ from cs336_systems.planner.accounting import (
 )
 from cs336_systems.planner.job import Job
 from cs336_systems.training.load import load_model
-from cs336_systems.training.loop import NonFiniteError, Trainer
+from cs336_systems.training.loop import NonFiniteError, StartedStep, Trainer
 from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale, _local, adamw_torch
 from cs336_systems.training.pipeline import train
 from tests.distributed import run_ranks
@@ -113,6 +113,18 @@ def test_the_planner_knows_weights_gradients_and_state(strategy: str, shard: boo
     assert max(found) >= least > 0
 
 
+def test_validation_sees_no_gradients() -> None:
+    """Dynamo compiles no product of a 16-bit weight that has a float32 gradient."""
+    with tiny_trainer(config_of(parallel=dict(strategy="bucketed"), gradient_accumulation_steps=2)) as trainer:
+        trainer.train_step()
+        seen = list[bool]()
+        trainer.model.register_forward_pre_hook(
+            lambda *_: seen.append(any(p.grad is not None for p in trainer.model.parameters()))
+        )
+        trainer.evaluate(trainer.loader._tokens)
+    assert set(seen) == {False}
+
+
 # The same numbers as autocast over float32 weights
 
 
@@ -140,7 +152,7 @@ class AutocastTrainer(Trainer):
         {},
         dict(gradient_accumulation_steps=4, activation_checkpointing="block"),
         dict(loss_chunk_tokens=5),
-        dict(compile=True),
+        pytest.param(dict(compile=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -183,6 +195,36 @@ def train_with_a_bad_step(config: RunConfig, device: str) -> list[dict[str, Tens
                 found.append(weights_and_masters(trainer))
         found.append(weights_and_masters(trainer))
     return found
+
+
+def test_the_loss_of_a_step_is_read_when_the_next_one_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, finish, events = Trainer.start_step, Trainer.finish_step, list[str]()
+
+    def poisoned(trainer: Trainer, stop: Any) -> StartedStep:
+        kept = trainer.model.ln_final.weight.detach().clone()
+        if trainer.position.step + 1 == BAD_STEP:
+            trainer.model.ln_final.weight.data[3] = math.nan
+        started = start(trainer, stop)
+        if started.step == BAD_STEP:
+            trainer.model.ln_final.weight.data.copy_(kept)
+        events.append(f"start {started.step}")
+        return started
+
+    def finished(trainer: Trainer, started: StartedStep) -> dict[str, Any]:
+        events.append(f"finish {started.step}")
+        return finish(trainer, started)
+
+    monkeypatch.setattr(Trainer, "start_step", poisoned)
+    monkeypatch.setattr(Trainer, "finish_step", finished)
+    results = []
+    for late in (True, False):
+        with tiny_trainer(config_of(skip_nonfinite=True)) as trainer:
+            rows = list(trainer.train_steps(STEPS)) if late else [trainer.train_step() for _ in range(STEPS)]
+            assert [row["skipped_steps"] for row in rows] == [int(step >= BAD_STEP) for step in range(1, STEPS + 1)]
+            results.append(weights_and_masters(trainer))
+    assert events[:5] == ["start 1", "start 2", "finish 1", "start 3", "finish 2"]
+    assert events[2 * STEPS - 2 : 2 * STEPS] == [f"finish {STEPS - 1}", f"finish {STEPS}"]
+    assert_same_tensors(*results)
 
 
 def losses_of(config: RunConfig) -> list[float]:

@@ -15,7 +15,7 @@ import torch
 from cs336_systems.config.run import RunConfig
 from cs336_systems.training import train
 from cs336_systems.training.batches import BatchLoader
-from cs336_systems.training.loop import NonFiniteError, Trainer
+from cs336_systems.training.loop import NonFiniteError, StartedStep, Trainer
 from cs336_systems.training.manifest import checkpoint_name, verify_checkpoint
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 
@@ -148,21 +148,26 @@ def test_the_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_skipped_steps_are_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps 3 and 8 see a loss that is not finite, in both ways through the run."""
-    step = Trainer.train_step
+    start, finish = Trainer.start_step, Trainer.finish_step
 
-    def poisoned(trainer: Trainer, *_: Any) -> dict[str, Any]:
+    def poisoned(trainer: Trainer, stop: Any) -> StartedStep:
         if trainer.position.step + 1 not in (3, 8):
-            return step(trainer)
+            return start(trainer, stop)
         weight = trainer.model.ln_final.weight
         kept = weight[0].item()
         with torch.no_grad():
             weight[0] = math.nan
-        row = step(trainer)
+        started = start(trainer, stop)
         with torch.no_grad():
             weight[0] = kept
-        return {**row, "loss": 0.0, "grad_norm": 0.0}  # NaN equals nothing, not even itself
+        return started
 
-    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    def comparable(trainer: Trainer, started: StartedStep) -> dict[str, Any]:
+        row = finish(trainer, started)
+        return row | ({"loss": 0.0, "grad_norm": 0.0} if math.isnan(row["loss"]) else {})  # NaN equals nothing
+
+    monkeypatch.setattr(Trainer, "start_step", poisoned)
+    monkeypatch.setattr(Trainer, "finish_step", comparable)
     config = make_config(tmp_path, train=dict(skip_nonfinite=True), checkpoint=EVERY_FIVE)
     check_that_five_and_five_are_ten(config, run_in_process)
     assert [row["skipped_steps"] for row in loss_rows(config)] == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
@@ -171,14 +176,14 @@ def test_skipped_steps_are_counted_on(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_random_numbers_drawn_in_training_go_on_where_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Trainer.train_step
+    start = Trainer.start_step
 
-    def noisy(trainer: Trainer, *_: Any) -> dict[str, Any]:
+    def noisy(trainer: Trainer, stop: Any) -> StartedStep:
         with torch.no_grad():
             trainer.model.ln_final.weight.add_(torch.randn(32) * 1e-3)  # as dropout would draw
-        return step(trainer)
+        return start(trainer, stop)
 
-    monkeypatch.setattr(Trainer, "train_step", noisy)
+    monkeypatch.setattr(Trainer, "start_step", noisy)
     check_that_five_and_five_are_ten(make_config(tmp_path, checkpoint=EVERY_FIVE), run_in_process)
 
 
@@ -232,15 +237,15 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path, finished: RunCo
 def test_a_run_that_stops_on_a_loss_that_is_not_finite_keeps_its_checkpoint_and_leaves_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Trainer.train_step
+    start = Trainer.start_step
 
-    def poisoned(trainer: Trainer, *_: Any) -> dict[str, Any]:
+    def poisoned(trainer: Trainer, stop: Any) -> StartedStep:
         if trainer.position.step == 6:
             with torch.no_grad():
                 trainer.model.ln_final.weight[0] = math.inf
-        return step(trainer)
+        return start(trainer, stop)
 
-    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    monkeypatch.setattr(Trainer, "start_step", poisoned)
     config = make_config(tmp_path, checkpoint=EVERY_FIVE)
     threads = threading.active_count()
     with pytest.raises(NonFiniteError, match=r"step 7: .*sequences 24 to 27"):

@@ -143,7 +143,7 @@ def hang(self, stop):
     print("in the step", flush=True)
     for _ in range(600):
         time.sleep(0.1)
-Trainer.train_step = hang
+Trainer.start_step = hang
 main()
 """
 
