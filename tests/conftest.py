@@ -39,7 +39,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _spare_the_interpreter()
     from tests import forked
 
-    forked.fork_servers()
+    forked.fork_everything()
 
 
 def _hear_signals() -> None:

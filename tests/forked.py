@@ -35,10 +35,11 @@ _OURS = ("cs336_basics", "cs336_systems", "tests")
 _before: list[types.ModuleType] = []  # pytest's modules of ours: kept, as PyTorch may have references to their parts
 
 
-def fork_servers() -> None:
-    """From now on, the servers of `multiprocessing` are forked too."""
+def fork_everything() -> None:
+    """From now on, ranks that PyTorch's launcher starts and the servers of `multiprocessing` are forked too."""
     if CAN_FORK:
         util.spawnv_passfds = _spawn
+        subprocess_handler.Popen = _Forked  # type: ignore[misc]
 
 
 def _spawn(path: Any, arguments: Sequence[str | bytes], kept: Iterable[int]) -> int:
@@ -98,7 +99,7 @@ def _fork(
         code = _interpret(arguments)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        if not sys.stdout.closed:
+        if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
@@ -113,7 +114,7 @@ def _leave_pytest(env: Mapping[str, str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin, sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.FileIO(number, mode), line_buffering=True)  # type: ignore[type-var]
+        io.TextIOWrapper(io.FileIO(number, mode), env.get("PYTHONIOENCODING"), line_buffering=True)  # type: ignore[type-var]
         for number, mode in enumerate("rww")
     )
     logging.getLogger().handlers.clear()
@@ -133,8 +134,7 @@ def _leave_pytest(env: Mapping[str, str]) -> None:
     torch.set_num_threads(1)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    subprocess_handler.Popen = _Forked  # type: ignore[misc]
-    fork_servers()
+    fork_everything()
     for singleton in (forkserver._forkserver, resource_tracker._resource_tracker):  # type: ignore[attr-defined]
         singleton.__init__()  # not pytest's, which this process may have none of
 

@@ -1,7 +1,6 @@
 """The assignment's tests of sharded data parallelism, in our words: through the adapters, by the handout's names."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from cs336_basics.model import Embedding, Linear, RMSNorm
 from cs336_systems.parallel import comm
+from tests import forked
 from tests.adapters import fsdp_gather_full_params, fsdp_on_after_backward, get_fsdp
 from tests.distributed import run_ranks
 
@@ -111,7 +111,7 @@ def test_the_documents_show_that_halves_of_a_batch_differ_without_fsdp() -> None
     """Their test of float32 asks for equal bits: a command tells where that is too much to ask."""
     document = (Path(__file__).parents[1] / "docs" / "assignment.md").read_text()
     (code,) = re.findall(r'python -c "\n(import torch\n.*?)"\n```', document, re.DOTALL)
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    printed = forked.run([sys.executable, "-c", code], 60).stdout
     device, difference = printed.splitlines()[0].split()
     assert device == "cpu"
     assert 0 <= float(difference) < 1e-6

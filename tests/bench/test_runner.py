@@ -26,6 +26,7 @@ from cs336_systems.bench.row import Row, append_row, exit_code, read_rows
 from cs336_systems.bench.runner import rows_on_this_gpu, run_case
 from cs336_systems.cli.bench import _disturbed, case_parser
 from cs336_systems.machine.console import by_command
+from tests import forked
 from tests.distributed import processes, wait_until
 
 from .accidents import CASE, TOGETHER
@@ -124,7 +125,7 @@ def test_a_sweep_that_was_killed_goes_on_with_no_row_lost_or_doubled(tmp_path: P
     )
     (tmp_path / "program.py").write_text(program)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    sweep = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], env=environ)
+    sweep = forked.Popen([sys.executable, str(tmp_path / "program.py")], env=environ)
     wait_until(lambda: (tmp_path / "started").exists() and "hangs 1" in started(tmp_path), sweep)
     process = int((tmp_path / "started").read_text().split()[-1])
     sweep.send_signal(signal.SIGKILL)
@@ -323,7 +324,7 @@ def members(group: int) -> list[int]:
 def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cs336_systems", "bench", "model", "--quick", "--mode", "forward"]
     command += ["--steps", "900000000", "--out", str(tmp_path)]
-    sweep = subprocess.Popen(
+    sweep = forked.Popen(
         command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
@@ -362,7 +363,7 @@ sys.exit(main(["bench", "model", "--quick", "--mode", "forward", "--out", sys.ar
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signal_while_a_worker_starts_prints_no_traceback(number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _IN_A_REQUEST, str(int(number)), str(tmp_path)]
-    sweep = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    sweep = forked.run(command, 120, cwd=ROOT)
     assert sweep.returncode == 128 + number
     assert sweep.stderr == ("cs336: interrupted\n" if number == signal.SIGINT else "")
 

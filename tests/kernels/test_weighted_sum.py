@@ -1,5 +1,4 @@
 import os
-import subprocess
 import sys
 
 import pytest
@@ -7,6 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from cs336_systems.kernels.weighted_sum import WeightedSum, weighted_sum
+from tests import forked
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is a GPU")),
@@ -104,7 +104,7 @@ def test_a_cpu_without_the_interpreter_is_refused_by_name() -> None:
         "except ValueError as error: print(error)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    done = forked.run([sys.executable, "-c", program], 60, env=environment)
     assert done.stdout.startswith("x is on cpu: ")
     assert "TRITON_INTERPRET=1" in done.stdout
 

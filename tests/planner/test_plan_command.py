@@ -15,6 +15,7 @@ import pytest
 
 from cs336_systems.bench.row import Row, append_row
 from cs336_systems.planner.working import Section, Term, as_json, as_text, show, shown
+from tests import forked
 from tests.systems.command import Run, the_line
 
 RESULTS = Path(__file__).parents[2] / "results/h200"
@@ -311,6 +312,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "cs336_systems", "plan", "scaling"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
+    with forked.Popen(command, stdout=write, stderr=subprocess.PIPE, text=True) as done:
+        os.close(write)
+        _, err = done.communicate(timeout=60)
+    assert (done.returncode, err) == (141, "")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.cli.train import parse_run_config
+from tests import forked
 
 MODEL: dict[str, Any] = dict(vocab_size=300, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)
 TINY = [f"--model.{name}={value}" for name, value in MODEL.items()]
@@ -17,9 +18,12 @@ Run = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[..., str]
 
 
-def process(*arguments: str, code: str = "from cs336_systems.cli.main import main; main()") -> tuple[int, str, str]:
-    """Run the command in a process of its own; return exit code, stdout and stderr."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+def process(
+    *arguments: str, code: str = "from cs336_systems.cli.main import main; main()", fresh: bool = False
+) -> tuple[int, str, str]:
+    """Run the command in a process of its own; return exit code, stdout and stderr. fresh: in a new interpreter."""
+    start = subprocess.Popen if fresh else forked.Popen
+    done = forked.run([sys.executable, "-c", code, *arguments], 120, start)
     return done.returncode, done.stdout, done.stderr
 
 

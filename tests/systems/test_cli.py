@@ -127,7 +127,7 @@ for command in sys.argv[1:]:
         print("ENDED", command, exit.code)
 print("HEAVY", [name for name in ("torch", "numpy", "tokenizers", "matplotlib", "triton") if name in sys.modules])
 """
-    returned, out, err = process(*COMMANDS, code=code)
+    returned, out, err = process(*COMMANDS, code=code, fresh=True)
     assert (returned, err) == (0, "")
     assert [line for line in out.splitlines() if line.startswith("ENDED")] == [f"ENDED {name} 0" for name in COMMANDS]
     assert out.splitlines()[-1] == "HEAVY []"

@@ -8,23 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 PROMPT = "日本 — é"
 ENCODINGS = {"latin-1": "?? ? é", "ascii": "?? ? ?", "utf-8": PROMPT}
 # An ASCII locale, also for files, which Python would otherwise replace by UTF-8.
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
-def run_python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def run_python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python; decode its output. A locale needs an interpreter that starts in it."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONIO")}
-    words = [sys.executable, *arguments]
-    return subprocess.run(words, cwd=folder, env=inherited | environment, capture_output=True, timeout=300)
+    start = subprocess.Popen if "LC_ALL" in environment else forked.Popen
+    encoding = environment.get("PYTHONIOENCODING", "ascii")
+    how = dict(cwd=folder, env=inherited | environment, encoding=encoding)
+    return forked.run([sys.executable, *arguments], 300, start, **how)
 
 
 def cs336(folder: Path, *arguments: str, **environment: str) -> str:
     """Run the command, which must succeed; return its decoded output."""
     done = run_python(folder, "-m", "cs336_systems", *arguments, **environment)
-    assert (done.returncode, done.stderr) == (0, b"")
-    return done.stdout.decode(environment.get("PYTHONIOENCODING", "ascii"))
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -60,4 +65,4 @@ with child_process(str(os.getppid())):
     os._exit(0)
 """
     done = run_python(tmp_path, "-c", code, PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout) == (0, f"{ENCODINGS['ascii']}\n".encode())
+    assert (done.returncode, done.stdout) == (0, f"{ENCODINGS['ascii']}\n")

@@ -235,7 +235,7 @@ def test_torchrun_restarts_a_run_that_goes_on_from_its_last_checkpoint(
 
 def test_ranks_with_different_configurations_are_told_the_difference(tmp_path: Path) -> None:
     config = config_for(tmp_path)
-    failed = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2", fault="differs", start=subprocess.Popen)
+    failed = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2", fault="differs")
     assert failed.returncode != 0
     assert "the ranks have different configurations: train.max_steps is 11 on rank 1 and 10 on rank 0" in failed.stderr
     assert not Path(str(config.run_dir)).exists()
@@ -273,7 +273,7 @@ def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
     number: signal.Signals, code: int, alone: RunConfig, tmp_path: Path
 ) -> None:
     config = config_for(tmp_path, devices=2, train=dict(max_steps=100_000, validation_interval=0))
-    with running_train(config, start=subprocess.Popen) as process:
+    with running_train(config) as process:
         wait_until(has_rows(config, 5), process)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
