@@ -83,7 +83,7 @@ CLAIMS: dict[str, tuple[str, str, Change, dict[str, Any]]] = {
     ),
     "nsys_profile": ("busy nearly all the time", "profile-kernels", scaled("busy_ms", 0.5), dict(mode="forward")),
     "optimizer_state_sharding_accounting": (
-        "moments are halved", "optimizer-sharding",
+        "state is halved", "optimizer-sharding",
         lambda row: row["moments"]["before the step"]["parts"].update(optimizer_state=1), dict(variant="overlap+zero1"),
     ),
     "pytorch_attention": (
