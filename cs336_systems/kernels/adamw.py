@@ -125,20 +125,19 @@ class _Table:
 
 
 class Tables:
-    """The tables for a list of parameters, kept from step to step. Each list needs an object of its own."""
+    """The tables of an optimizer's launches, kept from step to step."""
 
     def __init__(self) -> None:
-        self._key: list[Any] = []
-        self._found: list[tuple[_Table, list[int]]] = []
+        self._made: dict[Any, list[tuple[_Table, list[int]]]] = {}
 
     def point_to(self, gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]] = ()) -> list[_Table]:
         """The tables of these gradients with their parameters' states, whose tensors must stay where they are."""
         states = states or [()] * len(gradients)
-        key = [
+        key = tuple(
             (g.numel(), g.dtype, g.data_ptr() % 16, *(t.data_ptr() for t in state[-1:]))
             for g, state in zip(gradients, states, strict=True)
-        ]
-        if key != self._key:
+        )
+        if key not in self._made:
             kinds: dict[Any, list[int]] = {}
             for i, (g, state) in enumerate(zip(gradients, states, strict=True)):
                 aligned = g.numel() % 16 == 0 and not any(t.data_ptr() % 16 for t in (g, *state))
@@ -148,16 +147,16 @@ class Tables:
                 _Table([gradients[i] for i in some], [states[i] for i in some], aligned)
                 for (*_, aligned), some in kinds.items()
             ]
-            self._key, self._found = key, list(zip(tables, kinds.values(), strict=True))
-        for table, some in self._found:
+            self._made[key] = list(zip(tables, kinds.values(), strict=True))
+        for table, some in self._made[key]:
             table.point_to([gradients[i] for i in some])
-        return [table for table, _ in self._found]
+        return [table for table, _ in self._made[key]]
 
 
 def square_sum(gradients: Sequence[Tensor], tables: Tables) -> Float[Tensor, ""]:
     """The sum of the squares of all elements, in float32, on the gradients' device. The same numbers, the same bits.
 
-    The gradients are contiguous and not none. tables: kept by the caller for this list of parameters.
+    The gradients are contiguous and not none. tables: kept by the caller.
     """
     check_device(gradients[0], "square_sum", "a gradient", at_least=OLDEST)
     total = torch.zeros((), device=gradients[0].device)

@@ -104,7 +104,8 @@ class _Chunked(torch.autograd.Function):
             if dw is not None:
                 _add_product(dw, gradient.T, rows)
         if dw is not None:  # rounded now, because it stays while all activations are in memory
-            dw = dw.mul_(scale).to(kept)
+            dw = dw.mul_(scale)
+            dw = dw if kept == torch.float16 else dw.to(kept)  # float16 may overflow until backward divides
         ctx.gradients = dx, dw
         return loss * scale
 

@@ -78,10 +78,10 @@ class Strategy(nn.Module):
         On a GPU it may return earlier, but work that is queued afterwards sees the averages.
         """
 
-    def gradient_norm(self, square_sum: Callable[[list[Tensor], bool], Tensor]) -> Tensor:
+    def gradient_norm(self, square_sum: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """The 2-norm of the averaged gradients as a tensor, over the shards of all ranks, which call this together.
 
-        square_sum(gradients, are_shards): the sum of the squares of at least one gradient of this rank.
+        square_sum(gradients): the sum of the squares of at least one gradient of this rank.
         """
         parameters = list(self.module.parameters())
         sharded = [p.grad for p in parameters if p.grad is not None and is_shard(p)]
@@ -89,11 +89,11 @@ class Strategy(nn.Module):
         total = torch.zeros((), device=parameters[0].device)
         if any(map(is_shard, parameters)):
             if sharded:
-                total = square_sum(sharded, True)
+                total = square_sum(sharded)
             comm.mean([total], "norm of the gradients")
             total = total * comm.world_size()  # mean over ranks * world_size = sum over ranks
         if replicated:
-            total = total + square_sum(replicated, False)
+            total = total + square_sum(replicated)
         return total.sqrt()
 
     def clip_gradient(self, max_norm: float = math.inf) -> Tensor:
@@ -104,7 +104,7 @@ class Strategy(nn.Module):
         parameters = list(self.module.parameters())
         if not any(map(is_shard, parameters)):
             return clip_gradient(parameters, max_norm)
-        norm = self.gradient_norm(lambda gradients, _: torch.stack(gradient_norms(gradients)).square().sum())
+        norm = self.gradient_norm(lambda gradients: torch.stack(gradient_norms(gradients)).square().sum())
         gradients = [p.grad for p in parameters if p.grad is not None]
         if max_norm != math.inf and gradients:
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -53,7 +53,7 @@ def narrow_matrices(model: nn.Module, config: TrainConfig) -> dict[str, Tensor]:
     """Make the weights of linear layers 16-bit, in place; return the float32 ones by name, rank 0's on all ranks.
 
     Their gradients are 16-bit too, except for sums of 16-bit products: those of several micro-batches, and of the head
-    whose loss is computed in chunks.
+    whose loss is computed in chunks. FSDP rounds the latter to 16 bits to send it.
     """
     masters: dict[str, Tensor] = {}
     for name, module in model.named_modules():

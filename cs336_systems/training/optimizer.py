@@ -36,7 +36,7 @@ class GradientScale:
         self._max_norm = max_norm
         self._loss_scale = torch.tensor(2.0**16, device=device) if scales_loss else None
         self._good_steps = torch.zeros((), device=device)  # since the scale changed
-        self._tables: dict[bool, Any] = {}
+        self._tables: Any = None  # of the kernels
 
     @property
     def loss_scale(self) -> float | None:
@@ -69,12 +69,13 @@ class GradientScale:
             scale.mul_(torch.where(finite, 1.0 + grows, 0.5))
         return norm
 
-    def _square_sum(self, gradients: list[Tensor], are_shards: bool) -> Tensor:
+    def _square_sum(self, gradients: list[Tensor]) -> Tensor:
         parts = [_in_memory(g) for g in gradients]
         if self.factor.is_cuda:
             from ..kernels.adamw import Tables, square_sum  # Triton is only there on Linux
 
-            return square_sum(parts, self._tables.setdefault(are_shards, Tables()))
+            self._tables = self._tables or Tables()
+            return square_sum(parts, self._tables)
         return torch.linalg.vector_norm(torch.stack(gradient_norms(parts))).square()
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         self._factor, self._masters = factor, masters
-        self._tables: dict[tuple[int, ...], Any] = {}
+        self._tables: Any = None  # of the kernels
         lr_on_device = torch.tensor(lr, dtype=torch.float64, device=factor.device)
         super().__init__(params, dict(lr=lr_on_device, betas=betas, eps=eps, weight_decay=weight_decay))
         self._state_at_start = self.state
@@ -140,7 +141,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 loss = closure()
         if self.state is not self._state_at_start:
             raise RuntimeError("the state of a FusedAdamW was replaced: load state into its tensors")
-        counts = torch.ones_like(self._factor).mul_(self._factor > 0)
+        counts = (self._factor > 0).to(torch.float32)
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -156,8 +157,8 @@ class FusedAdamW(torch.optim.Optimizer):
             if self._factor.is_cuda:
                 from ..kernels.adamw import Tables, adamw
 
-                tables = self._tables.setdefault(tuple(map(id, parameters)), Tables())
-                adamw(gradients, tensors, tables, factor=self._factor, **hyper)
+                self._tables = self._tables or Tables()
+                adamw(gradients, tensors, self._tables, factor=self._factor, **hyper)
             else:
                 adamw_torch(gradients, tensors, factor=self._factor, **hyper)
         return loss

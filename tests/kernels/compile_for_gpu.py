@@ -1,4 +1,4 @@
-"""Compiles the Triton and Gluon kernels of `flash_triton` without a GPU.
+"""Compiles the Triton and Gluon kernels of `flash_triton`, and those of `adamw`, without a GPU.
 
 Run by `test_triton_compiles.py`.
 """
@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cs336_systems.kernels import adamw
 from cs336_systems.kernels.attention import flash_triton
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.attention.flash_triton_tiles import Tile, tile_key, tile_table
@@ -126,7 +127,24 @@ def compile_gluon() -> None:
             print("gluon", *case, "compiled")
 
 
+def compile_adamw() -> None:
+    triton.runtime.driver.set_active(Hopper())
+    for name, dtype in (("square_sum", torch.float16), ("adamw", torch.bfloat16), ("adamw", torch.float32)):
+        gradient, scalar = torch.zeros(64, 64, dtype=dtype), torch.zeros(())
+        state = [scalar, *(torch.zeros(64, 64) for _ in range(3)), gradient] if name == "adamw" else []
+        table = adamw._Table([gradient], [state], aligned=dtype != torch.float32)
+        rest = [scalar, scalar.double(), *[0.5] * 8] if state else [scalar]
+        compiled = getattr(adamw, f"_{name}_kernel").warmup(
+            table.addresses, table.blocks, 1, *rest, grid=(1,), num_warps=8, **table.constants
+        )
+        assert spilled(compiled.asm["cubin"]) == 0, (name, dtype)
+        four_at_once = {"square_sum": "LDG.E.64", "adamw": "LDG.E.128"}[name]  # 16-bit gradients, float32 masters
+        assert (four_at_once in compiled.asm["sass"]) == (dtype != torch.float32), (name, dtype)
+        print(name, dtype, "compiled")
+
+
 def main(everything: bool) -> None:
+    compile_adamw()
     for phase in ("forward", "dq", "dkv", "backward"):
         kernel = getattr(kernels, f"{phase}_kernel")
         for capability, d, dtype, move in WAYS:

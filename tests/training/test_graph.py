@@ -22,12 +22,14 @@ def config(folder: Path, cuda_graph: bool, device: str = "cuda", **groups: Any) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("compile", [False, True])
-def test_recorded_step_gives_the_same_losses_bit_for_bit(tmp_path: Path, compile: bool, accumulation: int) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])  # with the update in the recording, and without
+def test_recorded_step_gives_the_same_losses_bit_for_bit(
+    tmp_path: Path, precision: str, compile: bool, accumulation: int
+) -> None:
     losses = []
+    settings = dict(precision=precision, compile=compile, gradient_accumulation_steps=accumulation)
     for cuda_graph in (False, True):
-        result = train(
-            config(tmp_path, cuda_graph, train=dict(compile=compile, gradient_accumulation_steps=accumulation))
-        )
+        result = train(config(tmp_path, cuda_graph, train=settings))
         rows = read_metrics(Path(result.run_dir) / "metrics.jsonl")
         losses.append([(row.get("loss"), row.get("grad_norm"), row.get("valid_loss")) for row in rows])
     assert losses[0] == losses[1]

@@ -58,9 +58,11 @@ def check_that_five_and_five_are_ten(config: RunConfig, run: Callable[[RunConfig
     assert_same_end(end_of(config), uninterrupted)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("implementation", ["own", "torch_fused", "torch_foreach"])
+@pytest.mark.parametrize(
+    "implementation, precision",
+    [("own", "fp32"), ("torch_fused", "fp32"), ("torch_foreach", "fp32"), ("fused", "bf16")],
+)
 def test_five_and_five_resumed_steps_are_ten_bit_for_bit(
     tmp_path: Path, implementation: str, accumulation: int, precision: str
 ) -> None:
@@ -90,17 +92,20 @@ def test_five_and_five_steps_are_ten_in_a_new_process_each(tmp_path: Path) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("implementation", ["own", "torch_fused", "torch_foreach"])
+@pytest.mark.parametrize(
+    "implementation, precision",
+    [("own", "fp32"), ("torch_fused", "fp32"), ("torch_foreach", "fp32"), ("fused", "bf16")],
+)
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_five_and_five_resumed_steps_are_ten_bit_for_bit_on_a_gpu(
-    tmp_path: Path, compile: bool, implementation: str, accumulation: int
+    tmp_path: Path, compile: bool, implementation: str, precision: str, accumulation: int
 ) -> None:
     config = make_config(
         tmp_path,
         optimizer=dict(implementation=implementation),
         train=dict(
             device="cuda",
-            precision="bf16",
+            precision=precision,
             deterministic=True,
             compile=compile,
             gradient_accumulation_steps=accumulation,
