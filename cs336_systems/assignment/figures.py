@@ -270,15 +270,16 @@ def plan(command: str, **options: Any) -> list[Section]:
     """The sections that `cs336 plan COMMAND` prints, with its options.
 
     memory, activation and checkpointing take the size of a model, its context_length and the fields of
-    `planner.job.Job`; ddp-overhead takes the size, the bandwidth (bytes/s) and overhead_s (s a call) of an all-reduce.
-    attention, for which there is no command, is the memory of plain attention for a batch_size, length and head_size.
+    `planner.job.Job`; ddp-overhead takes the run of a row, the bandwidth (bytes/s) and overhead_s (s a call) of an
+    all-reduce; attention, for which there is no command, is the memory of plain attention for a
+    batch_size, length and head_size.
     """
     from ..config.model import ModelConfig
     from ..planner import activations, memory
-    from ..planner.accounting import num_parameters
     from ..planner.communication import overhead_sections
     from ..planner.job import Job
     from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
+    from ..planner.rows import gradient_bytes_of
     from ..planner.scaling import Layer, scaling_sections
 
     model = {field: options.pop(field) for field in ("size", "context_length") if field in options}
@@ -295,7 +296,7 @@ def plan(command: str, **options: Any) -> list[Section]:
         case "parallelism":
             return parallelism_sections(FeedForward(), Mesh(**options))
         case "ddp-overhead":
-            return overhead_sections(4.0 * num_parameters(ModelConfig(**model).shape), **options)
+            return overhead_sections(float(gradient_bytes_of(options.pop("run"))), **options)
         case "attention":
             return activations.attention_sections(**options)
     raise ValueError(f"plan is {command!r}: it must be a command of cs336 plan, or attention")

@@ -14,7 +14,7 @@ from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.run import ModelConfig
 from cs336_systems.planner.accounting import least_training_bytes
-from tests.systems.command import MODEL, SHORT, TINY, Run, the_line
+from tests.systems.command import MODEL, SHORT, TINY, Run, process, the_line
 
 # A good run
 
@@ -245,3 +245,13 @@ def test_a_sample_that_does_not_fit_the_context_is_refused_before_training(
 ) -> None:
     the_line(cs336("train", *TINY, *SHORT, "--run_dir=run", f"--{field}={value}"))
     assert not (folder / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_needs_no_triton(folder: Path, precision: str) -> None:
+    """As on macOS and Windows."""
+    code = "import sys; sys.modules['triton'] = None; from cs336_systems.cli.main import main; main()"
+    words = [*TINY, *SHORT, f"--train.precision={precision}", "--train.device=cpu", "--run_dir=run"]
+    returned, out, err = process("train", *words, code=code)
+    assert (returned, err) == (0, "")
+    assert "validation loss" in out
