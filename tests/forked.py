@@ -140,9 +140,10 @@ def _leave_pytest(env: Mapping[str, str]) -> None:
 
 
 def _is_replaced(name: str) -> bool:
-    """Whether a program imports a module anew: one of ours, or a test's, which is in no place of installed ones."""
+    """Whether a program imports a module anew: ours, a test's, or one that reads the environment when imported."""
     file = getattr(sys.modules[name], "__file__", None) or sys.prefix
-    return name.partition(".")[0] in _OURS or not file.startswith((sys.prefix, sys.base_prefix))
+    is_test = not file.startswith((sys.prefix, sys.base_prefix))
+    return is_test or name.partition(".")[0] in (*_OURS, "huggingface_hub")
 
 
 def _interpret(arguments: list[str]) -> int:

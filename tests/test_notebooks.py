@@ -31,6 +31,7 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
     "speedrun of a pass": ("speedrun_tinystories", {**_TINY, _TIME: "MINUTES, EPOCHS = None, 1"}),
 }
 """Each notebook, with changes that a reader would make, or that a test needs without GPUs."""
+SLOW = ("demo as on two GPUs", "speedrun of a pass")
 
 
 def merging(m: str) -> str:
@@ -125,9 +126,7 @@ def out(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=pytest.mark.slow if form == "speedrun of a pass" else ()) for form in FORMS]
-)
+@pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.slow if form in SLOW else ()) for form in FORMS])
 def test_a_notebook_runs_to_its_end_and_writes_only_where_it_is_told(form: str, clone: Path, out: Path) -> None:
     before = files_of(clone)
     name, changes = FORMS[form]

@@ -15,8 +15,8 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is a GPU")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-# Odd sizes, whole blocks, several blocks, one element, none; more than one launch of addresses.
-SHAPES = [(5,), (BLOCK,), (2, BLOCK // 2 + 8), (300, 31), (16, 16), (1,), (0, 3), (3 * BLOCK + 1,), *[(7, 3)] * 130]
+# Odd sizes, whole blocks, several blocks, one element, none, and many that are small.
+SHAPES = [(5,), (BLOCK,), (2, BLOCK // 2 + 8), (300, 31), (16, 16), (1,), (0, 3), (3 * BLOCK + 1,), *[(7, 3)] * 12]
 KINDS = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float32),
          (torch.float16, torch.float16)]  # fmt: skip
 """Dtypes of the model's weight and of its gradient."""

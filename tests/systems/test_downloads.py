@@ -22,6 +22,7 @@ import pytest
 from cs336_systems.training import texts as sources
 from cs336_systems.training.prepare import prepare_data
 from cs336_systems.training.texts import fetch_tinystories
+from tests import forked
 from tests.distributed import wait_until
 from tests.systems.preparation import (
     TEXT,
@@ -211,7 +212,7 @@ def fetching(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
         sha256 = hashlib.sha256(SERVED[TRAIN_FILE]).hexdigest()
         arguments = [TRAIN_FILE, REVISION, sha256, str(tmp_path / "folder")]
         started.append(
-            subprocess.Popen([sys.executable, "-c", FETCH, *arguments], env=kept, stderr=subprocess.PIPE, text=True)
+            forked.Popen([sys.executable, "-c", FETCH, *arguments], env=kept, stderr=subprocess.PIPE, text=True)
         )
         return started[-1]
 

@@ -46,9 +46,7 @@ WAYS: dict[int, list[Way]] = {
         dict(precision="bf16", strategy="fsdp"),
         dict(precision="bf16", strategy="bucketed", shard_optimizer=True),
         dict(precision="fp16", strategy="overlap", shard_optimizer="simple"),
-        dict(precision="fp32", strategy="torch_fsdp"),
         dict(precision="bf16", strategy="torch_fsdp"),
-        dict(precision="bf16", strategy="torch_ddp"),
     ],
 }
 OF_16_BITS = dict(precision="bf16", weight_dtype="bf16")

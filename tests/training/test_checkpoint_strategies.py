@@ -25,7 +25,7 @@ Way = tuple[str, bool | str]  # strategy, and whether the optimizer is sharded, 
 WAYS: dict[int, list[Way]] = {
     1: [("none", False), ("fsdp", False)],
     2: [("bucketed", False), ("bucketed", True), ("fsdp_simple", False), ("torch_fsdp", False)],
-    3: [("fsdp", False), ("naive", True), ("naive", "simple")],
+    3: [("fsdp", False), ("naive", "simple")],
 }
 
 

@@ -17,7 +17,7 @@ from cs336_systems.training import sample as sample_module
 from tests.distributed import run_ranks
 from tests.training.helpers import make_config, random_tokens, tiny_trainer
 
-STEPS = 10
+STEPS = 5
 DDP = ("naive", "flat", "overlap", "bucketed")
 STRATEGIES = (*DDP, "fsdp", "fsdp_simple")
 VARIANTS = [(name, False) for name in STRATEGIES] + [(name, True) for name in DDP] + [("naive", "simple")]
