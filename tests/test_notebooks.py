@@ -31,7 +31,7 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
     "speedrun of a pass": ("speedrun_tinystories", {**_TINY, _TIME: "MINUTES, EPOCHS = None, 1"}),
 }
 """Each notebook, with changes that a reader would make, or that a test needs without GPUs."""
-SLOW = ("demo as on two GPUs", "speedrun of a pass")
+SLOW = ("demo as on two GPUs", "speedrun of minutes", "speedrun of a pass")
 
 
 def merging(m: str) -> str:

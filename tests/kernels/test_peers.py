@@ -132,7 +132,8 @@ def test_a_kernel_pytorch_does_not_have_is_a_value_error(monkeypatch: pytest.Mon
 
 
 # Not 17 queries and 40 keys: with AVX2 alone PyTorch 2.13's compiled FlexAttention is wrong there (docs/log.md).
-@pytest.mark.parametrize("n_q, n_k, leading", [(17, 48, (2,)), pytest.param(40, 17, (2, 1, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_q, n_k, leading", [(17, 48, (2,)), (40, 17, (2, 1, 2))])
 def test_flex_masks_as_the_contract_says(n_q: int, n_k: int, leading: tuple[int, ...]) -> None:
     """Behind its check of the device, since PyTorch has its forward pass for the CPU."""
     case = Case(n_q, n_k, 16, leading=leading, is_causal=True, needs="")
