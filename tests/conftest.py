@@ -27,8 +27,8 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: tests that start processes wait for them for a good part of their time."""
-    return (os.cpu_count() or 1) + 2
+    """One more than there are cores: tests that start processes wait for them for a good part of their time."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

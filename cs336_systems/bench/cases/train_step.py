@@ -1,8 +1,8 @@
 """The case `train-step`: one training step as the training loop does it, beside Hugging Face's Llama.
 
 Both have torch.compile, AdamW in one kernel, float32 weights that are updated, and random tokens. Ours is
-`Trainer.train_step` with everything it does in a real run: batches from tokens in memory, the gradient norm, clipping,
-and the wait for the norm. With precision bf16 its optimizer has the float32 weights, and the model 16-bit matrices. The
+`Trainer.train_steps` with everything it does in a real run: batches from tokens in memory, the gradient norm, clipping,
+and reading loss and norm. With precision bf16 its optimizer has the float32 weights, and the model 16-bit matrices. The
 peer is compiled as a whole, as its users do; it casts by autocast, and does without norm, clipping and wait.
 """
 
@@ -134,7 +134,10 @@ def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
         begin = time.perf_counter()
         if trainer is not None:
             trainer.reset_clock()
-        rows = [step() for _ in range(config.steps)]
+            rows = list(trainer.train_steps(trainer.position.step + config.steps))
+        else:
+            for _ in range(config.steps):
+                step()
         wait_for(device)
         mean_ms = (time.perf_counter() - begin) / config.steps * 1e3
     if trainer is None:
