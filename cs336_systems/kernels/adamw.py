@@ -124,43 +124,42 @@ class _Table:
             kernel[(self.num_programs,)](self.addresses, self.blocks, count, *arguments, num_warps=8, **self.constants)
 
 
-class Tables:
-    """The tables of an optimizer's launches, kept from step to step."""
+Tables = dict[Any, list[tuple[_Table, list[int]]]]
+"""An optimizer's launch tables, which the caller keeps from step to step, with the places of their gradients."""
 
-    def __init__(self) -> None:
-        self._made: dict[Any, list[tuple[_Table, list[int]]]] = {}
 
-    def point_to(self, gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]] = ()) -> list[_Table]:
-        """The tables of these gradients with their parameters' states, whose tensors must stay where they are."""
-        states = states or [()] * len(gradients)
-        key = tuple(
-            (g.numel(), g.dtype, g.data_ptr() % 16, *(t.data_ptr() for t in state[-1:]))
-            for g, state in zip(gradients, states, strict=True)
-        )
-        if key not in self._made:
-            kinds: dict[Any, list[int]] = {}
-            for i, (g, state) in enumerate(zip(gradients, states, strict=True)):
-                aligned = g.numel() % 16 == 0 and not any(t.data_ptr() % 16 for t in (g, *state))
-                if g.numel():
-                    kinds.setdefault((g.dtype, state[-1].dtype if state else None, aligned), []).append(i)
-            tables = [
-                _Table([gradients[i] for i in some], [states[i] for i in some], aligned)
-                for (*_, aligned), some in kinds.items()
-            ]
-            self._made[key] = list(zip(tables, kinds.values(), strict=True))
-        for table, some in self._made[key]:
-            table.point_to([gradients[i] for i in some])
-        return [table for table, _ in self._made[key]]
+def _pointed_to(
+    tables: Tables, gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]] | None = None
+) -> list[_Table]:
+    """The tables of these gradients with their parameters' states, whose tensors must stay where they are."""
+    states = states or [()] * len(gradients)
+    key = tuple(
+        (g.numel(), g.dtype, g.data_ptr() % 16, *(t.data_ptr() for t in state[-1:]))
+        for g, state in zip(gradients, states, strict=True)
+    )
+    if key not in tables:
+        kinds: dict[Any, list[int]] = {}
+        for i, (g, state) in enumerate(zip(gradients, states, strict=True)):
+            aligned = g.numel() % 16 == 0 and not any(t.data_ptr() % 16 for t in (g, *state))
+            if g.numel():
+                kinds.setdefault((g.dtype, state[-1].dtype if state else None, aligned), []).append(i)
+        tables[key] = [
+            (_Table([gradients[i] for i in some], [states[i] for i in some], aligned), some)
+            for (*_, aligned), some in kinds.items()
+        ]
+    for table, some in tables[key]:
+        table.point_to([gradients[i] for i in some])
+    return [table for table, _ in tables[key]]
 
 
 def square_sum(gradients: Sequence[Tensor], tables: Tables) -> Float[Tensor, ""]:
     """The sum of the squares of all elements, in float32, on the gradients' device. The same numbers, the same bits.
 
-    The gradients are contiguous and not none. tables: kept by the caller.
+    The gradients are contiguous and not none. tables: {} at first.
     """
     check_device(gradients[0], "square_sum", "a gradient", at_least=OLDEST)
     total = torch.zeros((), device=gradients[0].device)
-    for table in tables.point_to(gradients):
+    for table in _pointed_to(tables, gradients):
         sums = torch.empty(table.num_programs, device=gradients[0].device)
         table.launch(_square_sum_kernel, sums)
         total += sums.sum()
@@ -189,5 +188,5 @@ def adamw(
     check_device(gradients[0], "adamw", "a gradient", at_least=OLDEST)
     hyper = [math.log2(beta) if beta else -math.inf for beta in betas]
     hyper += [*betas, *(1 - beta for beta in betas), eps, weight_decay]
-    for table in tables.point_to(gradients, states):
+    for table in _pointed_to(tables, gradients, states):
         table.launch(_adamw_kernel, factor, lr, *hyper)

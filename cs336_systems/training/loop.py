@@ -93,7 +93,7 @@ class Trainer:
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
         self._loss = compiled(cross_entropy) if config.train.compile else cross_entropy
         self.stopping = False
-        """Whether any rank has asked to stop, through `train_step`'s argument."""
+        """Whether any rank has asked to stop, through the argument of `train_steps`."""
         self._recorded: RecordedStep | None = None
         if config.train.cuda_graph:
             self._recorded = RecordedStep(self._compute, self.optimizer.zero_grad)
@@ -115,18 +115,14 @@ class Trainer:
         """The learning rate of a step, counted from 1; min_lr from optimizer.cosine_steps on."""
         return get_cosine_lr(step, *self.config.schedule.values())
 
-    def train_step(self, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """One optimizer step. Returns its metrics. Raises NonFiniteError instead of making a bad update.
-
-        stop: called late in the step. If it returns true on any rank, `stopping` becomes true on all.
-        """
-        row = self.finish_step(self.start_step(stop))
-        if comm.world_size() == 1:
-            self.stopping = stop()
-        return row
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step. Returns its metrics. Raises NonFiniteError instead of making a bad update."""
+        return self.finish_step(self.start_step())
 
     def train_steps(self, last: int, stop: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:
         """`train_step` up to step `last`, or until `stopping`. Yields the metrics of each step.
+
+        stop: asked in each step. If it returns true on any rank, `stopping` becomes true on all.
 
         With the optimizer fused the host reads the loss of a step while the GPU computes the next one, so the GPU never
         waits for it. A NonFiniteError then comes when the next step has begun, and has perhaps updated the weights.
@@ -144,7 +140,7 @@ class Trainer:
         if started is not None:
             yield self.finish_step(started)
 
-    def start_step(self, stop: Callable[[], bool]) -> StartedStep:
+    def start_step(self, stop: Callable[[], bool] = lambda: False) -> StartedStep:
         """Launch a step. With fused it is complete but for its metrics; otherwise `finish_step` updates the weights."""
         train, position = self.config.train, self.position
         step = position.step + 1

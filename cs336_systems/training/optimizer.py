@@ -36,7 +36,7 @@ class GradientScale:
         self._max_norm = max_norm
         self._loss_scale = torch.tensor(2.0**16, device=device) if scales_loss else None
         self._good_steps = torch.zeros((), device=device)  # since the scale changed
-        self._tables: Any = None  # of the kernels
+        self._tables: dict[Any, Any] = {}  # of the kernels
 
     @property
     def loss_scale(self) -> float | None:
@@ -72,9 +72,8 @@ class GradientScale:
     def _square_sum(self, gradients: list[Tensor]) -> Tensor:
         parts = [_in_memory(g) for g in gradients]
         if self.factor.is_cuda:
-            from ..kernels.adamw import Tables, square_sum  # Triton is only there on Linux
+            from ..kernels.adamw import square_sum  # Triton is only there on Linux
 
-            self._tables = self._tables or Tables()
             return square_sum(parts, self._tables)
         return torch.linalg.vector_norm(torch.stack(gradient_norms(parts))).square()
 
@@ -114,7 +113,7 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         self._factor, self._masters = factor, masters
-        self._tables: Any = None  # of the kernels
+        self._tables: dict[Any, Any] = {}  # of the kernels
         lr_on_device = torch.tensor(lr, dtype=torch.float64, device=factor.device)
         super().__init__(params, dict(lr=lr_on_device, betas=betas, eps=eps, weight_decay=weight_decay))
         self._state_at_start = self.state
@@ -155,9 +154,8 @@ class FusedAdamW(torch.optim.Optimizer):
             ]
             hyper = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
             if self._factor.is_cuda:
-                from ..kernels.adamw import Tables, adamw
+                from ..kernels.adamw import adamw
 
-                self._tables = self._tables or Tables()
                 adamw(gradients, tensors, self._tables, factor=self._factor, **hyper)
             else:
                 adamw_torch(gradients, tensors, factor=self._factor, **hyper)

@@ -200,11 +200,11 @@ def train_with_a_bad_step(config: RunConfig, device: str) -> list[dict[str, Tens
 def test_the_loss_of_a_step_is_read_when_the_next_one_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     start, finish, events = Trainer.start_step, Trainer.finish_step, list[str]()
 
-    def poisoned(trainer: Trainer, stop: Any) -> StartedStep:
+    def poisoned(trainer: Trainer, *stop: Any) -> StartedStep:
         kept = trainer.model.ln_final.weight.detach().clone()
         if trainer.position.step + 1 == BAD_STEP:
             trainer.model.ln_final.weight.data[3] = math.nan
-        started = start(trainer, stop)
+        started = start(trainer, *stop)
         if started.step == BAD_STEP:
             trainer.model.ln_final.weight.data.copy_(kept)
         events.append(f"start {started.step}")

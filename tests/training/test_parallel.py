@@ -199,7 +199,7 @@ def stops(asking_rank: int) -> list[bool]:
     with tiny_trainer(config_of("bucketed")) as trainer:
         seen = []
         for step in range(3):
-            trainer.train_step(lambda step=step: step == 1 and comm.rank() == asking_rank)
+            trainer.finish_step(trainer.start_step(lambda step=step: step == 1 and comm.rank() == asking_rank))
             seen.append(trainer.stopping)
         return seen
 
