@@ -121,7 +121,7 @@ class _Table:
         """Run a kernel over all blocks."""
         count = self.addresses.shape[1]
         with torch.cuda.device_of(self.addresses):
-            kernel[(self.num_programs,)](self.addresses, self.blocks, count, *arguments, num_warps=8, **self.constants)
+            kernel[(self.num_programs,)](self.addresses, self.blocks, count, *arguments, num_warps=4, **self.constants)
 
 
 Tables = dict[Any, list[tuple[_Table, list[int]]]]

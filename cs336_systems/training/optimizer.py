@@ -146,7 +146,8 @@ class FusedAdamW(torch.optim.Optimizer):
             if not parameters:
                 continue
             states = [self.state[p] for p in parameters]
-            torch._foreach_add_([state["step"] for state in states], counts)
+            # A list: a single tensor would be read by the host.
+            torch._foreach_add_([state["step"] for state in states], [counts] * len(states))
             gradients = [_in_memory(p.grad) for p in parameters]
             tensors = [
                 [_local(t) for t in (s["step"], s.get(MASTER, p), s["exp_avg"], s["exp_avg_sq"], p.detach())]

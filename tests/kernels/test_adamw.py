@@ -138,7 +138,7 @@ def test_a_recorded_step_reads_the_gradients_of_the_recording() -> None:
 
     def step() -> Tensor:
         gradients = [source * 1 for source in sources]  # new tensors, as autograd makes them
-        torch._foreach_add_([state[0] for state in states], factor > 0)
+        torch._foreach_add_([state[0] for state in states], [(factor > 0).float()] * len(states))
         total = square_sum(gradients, norms)
         adamw(gradients, states, tables, factor=factor, lr=lr, **HYPER)
         return total
