@@ -49,7 +49,7 @@ def random_run(model: ModelConfig, parallel: ParallelConfig | None = None, **tra
         model=model,
         data=DataConfig(source="random"),
         optimizer=OptimizerConfig(implementation="torch_fused"),
-        train=TrainConfig(**train),
+        train=TrainConfig(**{"compile": False, "cuda_graph": False} | train),
         parallel=parallel or ParallelConfig(),
     )
 

@@ -28,6 +28,8 @@ STRATEGIES = {
 """Parallel strategies: the module and class of each in `cs336_systems.parallel`."""
 SHARDED = ("fsdp", "fsdp_simple", "torch_fsdp")
 """Strategies that shard weights, gradients and optimizer state."""
+NOT_RECORDED = ("torch_ddp", "torch_fsdp")
+"""Strategies whose step cannot be recorded as a CUDA graph."""
 
 
 def _default_min_lr(lr: float) -> float:
@@ -102,14 +104,15 @@ class TrainConfig:
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which weights are kept and updated. bf16 needs precision bf16: all weights, gradients and optimizer
     state are bf16 then. It halves the memory, but loses updates smaller than 1/256 of a weight."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block with torch.compile. auto: on a GPU, if the run is long enough to gain from it."""
     compile_memory_budget: float = 1.0
     """With compile: fraction of each block's activations to keep for the backward pass. Below 1, PyTorch recomputes the
     cheapest ones (its activation_memory_budget); 0.75 recomputes the norms and the product in the gated layer."""
-    cuda_graph: bool = False
+    cuda_graph: bool | Literal["auto"] = "auto"
     """Record the step as a CUDA graph and replay it. This removes launch overhead, which dominates for small models.
-    With optimizer.implementation fused the update is recorded too."""
+    With optimizer.implementation fused the update is recorded too. auto: on a GPU, except with torch_ddp, torch_fsdp
+    and with a strategy or an attention kernel of your own."""
     activation_checkpointing: str = "none"
     """none: keep all activations. block: each block keeps only its input and is recomputed in the backward pass.
     first_K: only the first K blocks do this. every_K: every K-th block does. groups_K: K blocks together keep only the
@@ -136,7 +139,7 @@ class TrainConfig:
         require_field(self, "train.max_minutes", minutes is None or 0 < minutes < 1e6, "above 0 and below 1e6")
         is_possible = self.weight_dtype == "fp32" or self.precision == "bf16"
         require_field(self, "train.weight_dtype", is_possible, f"'fp32' with train.precision {self.precision!r}")
-        is_possible = budget == 1 or (0 <= budget < 1 and self.compile)
+        is_possible = budget == 1 or (0 <= budget < 1 and self.compile is not False)
         require_field(self, "train.compile_memory_budget", is_possible, "from 0 to 1, and 1 without train.compile")
         if self.max_grad_norm == math.inf:  # JSON has no infinity
             object.__setattr__(self, "max_grad_norm", None)
@@ -347,8 +350,8 @@ class RunConfig:
             require_field(parallel, "parallel.strategy", parallel.strategy != "none", accepted)
             accepted = f"auto, cpu or cuda: each of {world_size} processes takes a GPU of its own"
             require_field(train, "train.device", train.device in ("auto", "cpu", "cuda"), accepted)
-        is_possible = not (train.cuda_graph and parallel.strategy in ("torch_fsdp", "torch_ddp"))
-        accepted = "none of torch_fsdp, torch_ddp with train.cuda_graph"
+        is_possible = not (train.cuda_graph is True and parallel.strategy in NOT_RECORDED)
+        accepted = f"none of {', '.join(NOT_RECORDED)} with train.cuda_graph"
         require_field(parallel, "parallel.strategy", is_possible, accepted)
 
     @property

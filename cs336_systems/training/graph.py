@@ -53,6 +53,9 @@ class RecordedStep:
         torch.cuda.empty_cache()  # the recording has its own memory: release what the first calls used for it
         graph = torch.cuda.CUDAGraph()
         # thread_local: the loader's thread goes on copying batches meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._output = self._compute(self._inputs, self._targets)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._output = self._compute(self._inputs, self._targets)
+        except torch.AcceleratorError as error:
+            raise RuntimeError("the step cannot be recorded as a CUDA graph: give --train.cuda_graph false") from error
         self._graph = graph

@@ -27,6 +27,7 @@ from ..config.run import RunConfig
 from ..machine.hardware import autocast, device_peak_flops, start_copy_to_host, with_index
 from ..parallel import comm, failure
 from ..planner.accounting import training_flops
+from .auto import resolve
 from .batches import BatchLoader, Tokens, micro_batch_size
 from .build import build_optimizer, compiled, masters_of, narrow_matrices, prepare_model, strategy_of, wrap_model
 from .graph import RecordedStep
@@ -68,8 +69,9 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: str | torch.device) -> None:
-        self.config, self.model = config, model
         self.device = device = with_index(torch.device(device))  # the loader's thread starts on GPU 0: name the GPU
+        self.config = config = resolve(config, device)
+        self.model = model
         self.context_length = config.model.shape.context_length
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)

@@ -18,7 +18,7 @@ def check_config(config: RunConfig, device: torch.device) -> None:
     """Raise ValueError if the run cannot train on this device, with this number of processes or these packages."""
     config.check_world_size(comm.world_size())
     check_precision(device, config.train.precision)
-    if config.train.cuda_graph and device.type != "cuda":
+    if config.train.cuda_graph is True and device.type != "cuda":
         raise ValueError(
             f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}; give "
             "--train.cuda_graph false, or a configuration for a CPU"

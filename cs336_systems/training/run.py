@@ -126,14 +126,15 @@ class Run:
         return minutes is not None and time.perf_counter() - self.started >= 60 * minutes
 
     def _log_start(self) -> None:
-        shape, train, parallel = self.config.model.shape, self.config.train, self.config.parallel
+        config = self.trainer.config
+        shape, train, parallel = config.model.shape, config.train, config.parallel
         where = self.env["gpu"] if self.trainer.device.type == "cuda" else f"{self.env['cpu_threads']} CPU threads"
         if comm.world_size() > 1:
             sharded = ", sharded optimizer" if parallel.shard_optimizer else ""
             where = f"{comm.world_size()} x {where} ({parallel.strategy_for(comm.world_size())}{sharded})"
         logger.info(
             f"model: {num_parameters(shape):,} parameters, {shape.num_layers} layers, on {where} in {train.precision}"
-            f"{', compiled' if train.compile else ''}"
+            f"{', compiled' if train.compile else ''}{', recorded' if train.cuda_graph else ''}"
         )
         logger.info(
             f"training: steps {self.first_step} to {train.max_steps} of {train.batch_size} sequences of "

@@ -196,7 +196,6 @@ IN_WORDS = {
     bool: "true or false",
     str: "text",
     tuple: "a list of 2 numbers, such as [0.5, 0.5]",
-    typing.Union: "true or false or simple",
 }
 
 
@@ -208,7 +207,11 @@ def _kind(hint: Any) -> Any:
 
 def _check_type_error(message: str, field: str, value: Any) -> None:
     kind = _kind(FIELDS[field])
-    accepted = IN_WORDS.get(kind) or f"one of {', '.join(typing.get_args(FIELDS[field]))}"
+    choices = typing.get_args(FIELDS[field])
+    if kind is typing.Union:  # of bool and one word
+        accepted = f"true or false or {typing.get_args(choices[1])[0]}"
+    else:
+        accepted = IN_WORDS.get(kind) or f"one of {', '.join(choices)}"
     assert message.startswith(f"{field} ")
     assert message.endswith(f"it must be {accepted}{' or null' if _takes_null(FIELDS[field]) else ''}")
     inner = None if value == [None, 1] and kind is tuple else value

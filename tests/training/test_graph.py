@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cs336_systems.config.run import RunConfig
+from cs336_systems.kernels.attention import ATTENTION, check_attention
 from cs336_systems.training import train
 from cs336_systems.training.metrics import read_metrics
 from tests.training.helpers import make_config, tiny_trainer
@@ -14,7 +16,7 @@ from tests.training.helpers import make_config, tiny_trainer
 def config(folder: Path, cuda_graph: bool, device: str = "cuda", **groups: Any) -> RunConfig:
     settings: dict[str, Any] = dict(batch_size=8, device=device, precision="bf16", cuda_graph=cuda_graph)
     settings |= dict(deterministic=device == "cuda") | groups.pop("train", {})
-    model = dict(context_length=32, d_model=64, d_ff=128, num_layers=2)
+    model = dict(context_length=32, d_model=64, d_ff=128, num_layers=2) | groups.pop("model", {})
     optimizer = dict(implementation="torch_fused", warmup_steps=2)
     return make_config(folder, f"graph-{cuda_graph}", model=model, optimizer=optimizer, train=settings, **groups)
 
@@ -34,6 +36,21 @@ def test_recorded_step_gives_the_same_losses_bit_for_bit(
         losses.append([(row.get("loss"), row.get("grad_norm"), row.get("valid_loss")) for row in rows])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 10 + 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", list(ATTENTION))
+def test_every_attention_kernel_can_be_recorded(kernel: str, tmp_path: Path) -> None:
+    try:
+        check_attention(kernel, 64, torch.bfloat16, torch.device("cuda"))
+    except ValueError as error:
+        pytest.skip(str(error))
+    settings = dict(model=dict(d_model=128, attention=kernel), train=dict(deterministic=False, max_steps=5))
+    losses = []
+    for cuda_graph in (False, True):
+        result = train(config(tmp_path, cuda_graph, **settings))
+        losses.append([row["loss"] for row in read_metrics(Path(result.run_dir) / "metrics.jsonl") if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.multigpu

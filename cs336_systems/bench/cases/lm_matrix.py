@@ -140,6 +140,7 @@ class LMMatrixBench:
                 device=self.device,
                 precision=self.precision,
                 compile=self.compile,
+                cuda_graph=False,
                 validation_interval=0,
                 seed=self.seed,
             ),

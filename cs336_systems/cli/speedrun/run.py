@@ -231,8 +231,8 @@ class Speedrun:
         if self.device.type == "cpu":
             there //= 2 * self.devices  # half of main memory, shared by the processes
         shape_fields = {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
-        precision, compiled, _ = self.ways[0]
-        fields = shape_fields | {"train.precision": precision, "train.compile": compiled}
+        precision, compiled, graph = self.ways[0]
+        fields = shape_fields | {"train.precision": precision, "train.compile": compiled, "train.cuda_graph": graph}
         config = self._config(_GIVEN, fields | {"train.batch_size": self.devices})
         try:
             job = training_job(
