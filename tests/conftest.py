@@ -4,7 +4,6 @@ Without a GPU, Triton's kernels run in its interpreter, which has to be said bef
 """
 
 import collections
-import gc
 import logging
 import os
 import signal
@@ -18,6 +17,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+
+from tests import garbage
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -87,14 +88,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Scanning the modules of PyTorch and the collected tests takes 0.3 s, in each training run of a test."""
-    gc.collect()
-    gc.freeze()
+    garbage.freeze_for_good()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    gc.unfreeze()
+    garbage.unfreeze()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT, {}))
 

@@ -1,9 +1,7 @@
 """What the server of forked ranks has loaded: modules that most ranks need. Each takes a second or more to import."""
 
-import gc
-
 import cs336_systems.parallel
 import cs336_systems.training  # noqa: F401
+from tests.garbage import freeze_for_good
 
-gc.collect()
-gc.freeze()  # a rank's collections do not scan them
+freeze_for_good()  # a rank's collections do not scan them

@@ -12,11 +12,9 @@ def gc_frozen() -> Iterator[None]:
     Modules and compilers keep some hundred thousand objects. Scanning them takes 0.1 to 0.3 s, in about every tenth
     step that makes many objects. Enter this after the first step, which makes the objects that stay.
     """
-    were_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        if not were_frozen:
-            gc.unfreeze()
+        gc.unfreeze()

@@ -284,6 +284,7 @@ class Trainer:
         """Drop the recorded step and stop the background thread. No step may follow."""
         if self._recorded is not None:
             self._recorded.close()
+            self._recorded = None  # it refers to this trainer, which should be free when its last user drops it
         self.loader.close()
 
     def peak_memory_bytes(self) -> int:

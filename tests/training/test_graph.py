@@ -1,5 +1,6 @@
 """The recorded step against the step as it is."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ def test_the_recording_is_forgotten_with_its_trainer(tmp_path: Path) -> None:
         assert trainer._recorded is not None
         trainer._recorded._graph = graph  # type: ignore[assignment]
     assert graph.resets == 1
+    gone = weakref.ref(trainer)
+    del trainer
+    assert gone() is None  # without a garbage collection
 
 
 def test_cuda_graph_on_a_cpu_is_refused(tmp_path: Path) -> None:
