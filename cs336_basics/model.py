@@ -29,8 +29,13 @@ def scaled_dot_product_attention(
 
     Causal means that query i sees key j when j <= i, counted from the first query and the first key (top-left aligned).
     Scores and softmax are float32 for every input dtype but float64, which stays. Holds all queries x keys scores.
+
+    k and v may have fewer heads, the dimension before the positions, if their number divides that of q: each serves as
+    many neighbouring heads of q (Ainslie et al. 2023, grouped-query attention).
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
+    if q.ndim > 2 and q.shape[-3] != k.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3) for x in (k, v))
     with without_autocast(q.device.type):  # autocast would compute the products in its own dtype
         scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
         if is_causal:
