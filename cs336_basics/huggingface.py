@@ -1,9 +1,9 @@
-"""Export to and import from Hugging Face's Llama: the same model under other names.
+"""Export to and import from Hugging Face's Llama, Qwen 3 and Mistral: the same models under other names.
 
-`config.json`, `model.safetensors` and the tokenizer's files make a folder that `LlamaForCausalLM.from_pretrained`
-loads. Only the rotary embedding differs: ours rotates the interleaved pairs (2i, 2i+1) of a head, Llama's the pairs
-(i, i + D/2). So the rows of the query and key projections are permuted into that order. Scores are sums over a head and
-do not change.
+`config.json`, `model.safetensors` and the tokenizer's files make a folder that `AutoModelForCausalLM.from_pretrained`
+loads. Only the rotary embedding differs: ours rotates the interleaved pairs (2i, 2i+1) of a head, theirs the pairs
+(i, i + D/2). So the rows of the query and key projections are permuted into that order, and the weights of their norms.
+Scores are sums over a head and do not change.
 """
 
 import json
@@ -20,9 +20,7 @@ from torch import Tensor
 from .files import replaced, write_json
 from .model import TransformerLM
 from .shape import ModelShape
-from .tokenizer import END_OF_TEXT, Tokenizer
-
-_NORM_EPS = 1e-5  # of cs336_basics.model.RMSNorm
+from .tokenizer import Tokenizer
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -32,7 +30,14 @@ _SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
-"""Our name -> the name in Llama's config.json."""
+"""Our name -> the name in config.json."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+"""The architectures that can be imported, with the values that transformers gives to fields that are missing."""
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _TOP_NAMES = {
     "token_embeddings.weight": "model.embed_tokens.weight",
     "ln_final.weight": "model.norm.weight",
@@ -43,33 +48,37 @@ _BLOCK_NAMES = {
     "attn.k_proj.weight": "self_attn.k_proj.weight",
     "attn.v_proj.weight": "self_attn.v_proj.weight",
     "attn.output_proj.weight": "self_attn.o_proj.weight",
+    "attn.q_norm.weight": "self_attn.q_norm.weight",
+    "attn.k_norm.weight": "self_attn.k_norm.weight",
     "ln1.weight": "input_layernorm.weight",
     "ln2.weight": "post_attention_layernorm.weight",
     "ffn.w1.weight": "mlp.gate_proj.weight",
     "ffn.w2.weight": "mlp.down_proj.weight",
     "ffn.w3.weight": "mlp.up_proj.weight",
 }
-_TURNED = ("attn.q_proj.weight", "attn.k_proj.weight")
+_TURNED = ("attn.q_proj.weight", "attn.k_proj.weight", "attn.q_norm.weight", "attn.k_norm.weight")
 
 
-def _names(num_layers: int) -> dict[str, str]:
-    """Our name -> Llama's name, of every weight."""
-    blocks = {
-        f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}"
-        for i in range(num_layers)
-        for ours, theirs in _BLOCK_NAMES.items()
-    }
-    return {**_TOP_NAMES, **blocks}
+def _names(shape: ModelShape) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Our name -> their name, and the shape, of every weight."""
+    with torch.device("meta"):
+        ours = TransformerLM(**asdict(shape)).state_dict()
+    names = {}
+    for name, weight in ours.items():
+        block = name.split(".", 2)
+        theirs = _TOP_NAMES[name] if name in _TOP_NAMES else f"model.layers.{block[1]}.{_BLOCK_NAMES[block[2]]}"
+        names[name] = theirs, tuple(weight.shape)
+    return names
 
 
-def _to_halves(weight: Tensor, num_heads: int) -> Tensor:
+def _to_halves(weight: Tensor, head_size: int) -> Tensor:
     """Reorder the rows of each head from interleaved pairs to two halves."""
-    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    return weight.unflatten(0, (-1, head_size // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _to_pairs(weight: Tensor, num_heads: int) -> Tensor:
+def _to_pairs(weight: Tensor, head_size: int) -> Tensor:
     """Reorder the rows of each head from two halves to interleaved pairs: the inverse of `_to_halves`."""
-    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+    return weight.unflatten(0, (-1, 2, head_size // 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def export_hf(
@@ -82,9 +91,9 @@ def export_hf(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
-    for ours, theirs in _names(shape.num_layers).items():
+    for ours, (theirs, _) in _names(shape).items():
         weight = state_dict[ours].detach().cpu()
-        weights[theirs] = _to_halves(weight, shape.num_heads) if ours.endswith(_TURNED) else weight.contiguous()
+        weights[theirs] = _to_halves(weight, shape.head_size) if ours.endswith(_TURNED) else weight.contiguous()
     with replaced(folder / "model.safetensors") as beside:
         try:
             safetensors.torch.save_file(weights, beside, metadata={"format": "pt"})
@@ -92,7 +101,7 @@ def export_hf(
             raise OSError(f"{folder / 'model.safetensors'} could not be written: {error}") from error
 
     end = None if tokenizer is None else tokenizer.end_of_text_id
-    write_json(folder / "config.json", _llama_config(shape, end, weights["lm_head.weight"].dtype))
+    write_json(folder / "config.json", _config_of(shape, end, weights["model.embed_tokens.weight"].dtype))
     # safetensors lets only its owner read a file
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o777)
 
@@ -102,8 +111,8 @@ def export_hf(
             folder / "tokenizer_config.json",
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": END_OF_TEXT,
-                "eos_token": END_OF_TEXT,
+                "bos_token": tokenizer.end_of_text,
+                "eos_token": tokenizer.end_of_text,
                 "model_max_length": shape.context_length,
                 "clean_up_tokenization_spaces": False,
             },
@@ -119,26 +128,33 @@ def check_export_folder(folder: str | os.PathLike[str]) -> None:
         found = json.loads(Path(folder, "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         found = None
-    fields = _llama_config(ModelShape(**dict.fromkeys(_SIZES, 1), rope_theta=1.0), None, torch.float32).keys()
+    sizes: dict[str, Any] = dict.fromkeys(_SIZES, 1)
+    fields = _config_of(ModelShape(**sizes), None, torch.float32).keys()
     if Path(folder, "model.safetensors").exists() and not (isinstance(found, dict) and found.keys() == fields):
         raise ValueError(f"{folder} holds a model that is no earlier export of ours: give another folder")
 
 
-def _llama_config(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype) -> dict:
+def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of config.json: of a Qwen 3 if queries and keys have norms, else of a Llama."""
+    name, model_type = ("Qwen3", "qwen3") if shape.qk_norm else ("Llama", "llama")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.rope_scaling is not None:
+        rope |= {"rope_type": "llama3", **dict(zip(_SCALING, shape.rope_scaling, strict=True))}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": model_type,
         **{theirs: getattr(shape, ours) for ours, theirs in _SIZES.items()},
-        "num_key_value_heads": shape.num_heads,
-        "head_dim": shape.d_model // shape.num_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
         "hidden_act": "silu",
-        "rms_norm_eps": _NORM_EPS,
-        # transformers 5 reads rope_parameters, 4 read rope_theta.
+        "rms_norm_eps": shape.norm_eps,
+        # transformers 5 reads rope_parameters, 4 read rope_theta and rope_scaling.
         "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_scaling": rope if shape.rope_scaling is not None else None,
+        "rope_parameters": rope,
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.tie_embeddings,
         "bos_token_id": end_of_text_id,
         "eos_token_id": end_of_text_id,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -146,13 +162,13 @@ def _llama_config(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dt
 
 
 def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Tensor], Tokenizer | None]:
-    """Read a folder with a Llama model of our kind: shape, state dict in float32 and the tokenizer, if any.
+    """Read a folder with a Llama, Qwen 3 or Mistral: shape, state dict in float32 and the tokenizer, if any.
 
-    Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: grouped
-    queries, tied embeddings, biases, scaled rotary frequencies, another norm epsilon, missing or misshapen weights.
+    Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: with biases, a
+    sliding window, another scaling of the rotary frequencies than Llama 3's, or missing or misshapen weights.
     """
     folder = Path(folder)
-    shape = _read_config(folder / "config.json")
+    shape = read_shape(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} has no .safetensors file")
@@ -163,18 +179,17 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
 
-    with torch.device("meta"):
-        model = TransformerLM(**asdict(shape)).state_dict()
-    names = _names(shape.num_layers)
-    expected = {theirs: tuple(model[ours].shape) for ours, theirs in names.items()}
+    names = _names(shape)
+    expected = dict(names.values())
     # Older versions of transformers also saved the rotary frequencies, which follow from rope_theta.
-    found = {name: tuple(w.shape) for name, w in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    left_out = ("rotary_emb.inv_freq", "lm_head.weight") if shape.tie_embeddings else ("rotary_emb.inv_freq",)
+    found = {name: tuple(w.shape) for name, w in weights.items() if not name.endswith(left_out)}
     for name in sorted(found.keys() | expected.keys()):
         here, there = found.get(name, "none"), expected.get(name, "none")
         if here != there:
             raise ValueError(f"{folder}: {name} has shape {here}, and config.json means {there}")
-    state = {ours: weights[theirs].float() for ours, theirs in names.items()}
-    state = {name: _to_pairs(w, shape.num_heads) if name.endswith(_TURNED) else w for name, w in state.items()}
+    state = {ours: weights[theirs].float() for ours, (theirs, _) in names.items()}
+    state = {name: _to_pairs(w, shape.head_size) if name.endswith(_TURNED) else w for name, w in state.items()}
 
     tokenizer_path = folder / "tokenizer.json"
     tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() else None
@@ -183,53 +198,82 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
     return shape, state, tokenizer
 
 
-def _read_config(path: Path) -> ModelShape:
-    """The shape in a config.json. Raises FileNotFoundError or ValueError naming the file and the unsupported field."""
+def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
+    """The shape in a folder's config.json.
+
+    Raises FileNotFoundError or ValueError naming the file and the unsupported field.
+    """
+    path = Path(folder, "config.json")
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a folder with config.json and model.safetensors is needed")
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    kinds = f"the configuration of a model of type {', '.join(_DEFAULTS)}"
     if not isinstance(config, dict):
-        raise ValueError(f"{path} is no JSON object: it must be the configuration of a Llama model")
+        raise ValueError(f"{path} is no JSON object: it must be {kinds}")
     for name in ("model_type", *_SIZES.values()):
         if name not in config:
-            raise ValueError(f"{path} has no {name}: it must be the configuration of a Llama model")
-        value = config[name]
-        if name != "model_type" and not (_is_positive(value) and isinstance(value, int)):
-            raise ValueError(f"{path}: {name} is {value!r}: it must be a positive integer")
+            raise ValueError(f"{path} has no {name}: it must be {kinds}")
+        if name == "model_type" and config[name] not in _DEFAULTS:
+            raise ValueError(f"{path}: model_type is {config[name]!r}: it must be one of {', '.join(_DEFAULTS)}")
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(name) or {}, dict):
             raise ValueError(f"{path}: {name} is {config[name]!r}: it must be an object or null")
-    rope = config.get("rope_parameters") or {}
-    theta: Any = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    if not _is_positive(theta):
-        raise ValueError(f"{path}: rope_theta is {theta!r}: it must be a positive number")
-    shape = ModelShape(**{ours: config[theirs] for ours, theirs in _SIZES.items()}, rope_theta=float(theta))
-    for name, (accepted, found) in _fixed_settings(config, shape).items():
+    config = {**_DEFAULTS[config["model_type"]], **config}
+    scaling = config.get("rope_scaling") or {}
+    rope = {**(config.get("rope_parameters") or {}), **scaling}
+    rope_type = scaling.get("type", rope.get("rope_type", "default"))
+    for name, (accepted, found) in _fixed_settings(config, rope).items():
         if found != accepted:
             raise ValueError(f"{path}: {name} is {found!r}, and only {accepted!r} can be imported")
-    return shape
+
+    def number(source: dict[str, Any], name: str, default: Any = None, kind: type = float) -> Any:
+        value = source.get(name)
+        value = default if value is None else value
+        if not _is_positive(value) or (kind is int and not isinstance(value, int)):
+            accepted = "a positive integer" if kind is int else "a positive number"
+            raise ValueError(f"{path}: {name} is {value!r}: it must be {accepted}")
+        return kind(value)
+
+    if rope_type not in ("default", "llama3"):
+        raise ValueError(f"{path}: rope type is {rope_type!r}, and only 'default' and 'llama3' can be imported")
+    sizes = {ours: number(config, theirs, kind=int) for ours, theirs in _SIZES.items()}
+    heads = sizes["num_heads"]
+    kv_heads = number(config, "num_key_value_heads", heads, kind=int)
+    if heads % kv_heads:
+        raise ValueError(f"{path}: num_key_value_heads is {kv_heads}: it must divide num_attention_heads, {heads}")
+    head_dim = number(config, "head_dim", sizes["d_model"] // heads, kind=int)
+    if head_dim % 2:
+        raise ValueError(f"{path}: head_dim is {head_dim}: it must be even")
+    return ModelShape(
+        **sizes,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        qk_norm=config["model_type"] == "qwen3",
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        rope_theta=number(rope, "rope_theta", config.get("rope_theta", 10000.0)),
+        rope_scaling=tuple(number(rope, name) for name in _SCALING) if rope_type == "llama3" else None,
+    )
 
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 63
 
 
-def _fixed_settings(config: dict[str, Any], shape: ModelShape) -> dict[str, tuple[Any, Any]]:
-    """Settings that this model fixes: the accepted value, and the one in config.json or LlamaConfig's default."""
-    rope, scaling = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
-    heads, head_dim = shape.num_heads, shape.d_model // shape.num_heads
+def _fixed_settings(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that this model fixes: the accepted value, and the one in config.json or transformers' default."""
+    window = config.get("sliding_window")
+    if config["model_type"] == "qwen3" and not config.get("use_sliding_window"):
+        window = None
+    if _is_positive(window) and window >= config["max_position_embeddings"]:  # it hides nothing
+        window = None
     return {
-        "model_type": ("llama", config["model_type"]),
-        "num_key_value_heads": (heads, config.get("num_key_value_heads") or heads),
-        "head_dim": (head_dim, config.get("head_dim") or head_dim),
         "hidden_act": ("silu", config.get("hidden_act", "silu")),
-        "rms_norm_eps": (_NORM_EPS, config.get("rms_norm_eps", 1e-6)),
         "partial_rotary_factor": (1.0, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))),
         "attention_bias": (False, config.get("attention_bias", False)),
         "mlp_bias": (False, config.get("mlp_bias", False)),
-        "tie_word_embeddings": (False, config.get("tie_word_embeddings", False)),
-        "rope type": ("default", scaling.get("rope_type", scaling.get("type", rope.get("rope_type", "default")))),
+        "sliding_window": (None, window),
     }

@@ -1,4 +1,7 @@
-"""The Transformer language model: pre-norm blocks, RMSNorm, rotary positions and SwiGLU, no biases, untied head.
+"""The Transformer language model: pre-norm blocks, RMSNorm, rotary positions and SwiGLU, no biases.
+
+By default it is the handout's. `ModelShape` has the options of later models: fewer heads of keys and values (Llama 3),
+norms of queries and keys (Qwen 3), tied embeddings, scaled rotary frequencies.
 
 Attention is an argument of the model: any function `attention(q, k, v, is_causal) -> o` that follows the contract of
 `scaled_dot_product_attention` below can replace it without changes to the model.
@@ -8,7 +11,8 @@ Shapes: B batch, T positions in this call, S positions in the cache, H heads, D 
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -120,11 +124,15 @@ class RotaryEmbedding(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, context_length: int, dim: int, theta: float = 10000.0) -> None:
+    def __init__(
+        self, context_length: int, dim: int, theta: float = 10000.0, scaling: Sequence[float] | None = None
+    ) -> None:
         if dim % 2:
             raise ValueError(f"dim is {dim}: rotary embedding turns pairs, so it must be even")
         super().__init__()
         frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        if scaling is not None:
+            frequency = _slower(frequency, *scaling)
         # float64 until the end: a float32 product is off by up to 1e-3 rad at position 16,384.
         angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency)
         self.register_buffer("cos", angle.cos().float(), persistent=False)
@@ -139,6 +147,17 @@ class RotaryEmbedding(nn.Module):
         even, odd = x.unflatten(-1, (-1, 2)).unbind(dim=-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         return turned.flatten(-2).to(x.dtype)
+
+
+def _slower(frequency: Tensor, factor: float, low: float, high: float, old_context_length: float) -> Tensor:
+    """Frequencies for a context that is `factor` times as long as before (Llama 3.1).
+
+    Those with fewer than `low` turns in the old context are divided by the factor, those with more than `high` stay,
+    and those between are interpolated.
+    """
+    turns = old_context_length * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
 
 
 class SwiGLU(nn.Module):
@@ -176,25 +195,42 @@ class LayerCache:
 
 
 class CausalMultiHeadSelfAttention(nn.Module):
-    """Multi-head causal self-attention with rotary positions on queries and keys."""
+    """Multi-head causal self-attention with rotary positions on queries and keys.
 
-    def __init__(self, d_model: int, num_heads: int, rope: RotaryEmbedding, attention: Attention) -> None:
+    num_kv_heads: each of these heads of keys and values serves num_heads / num_kv_heads query heads.
+    qk_norm: normalise each query and each key over its head, before the rotation.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        rope: RotaryEmbedding,
+        attention: Attention,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
+    ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.head_dim = head_dim or d_model // num_heads
         self.rope = rope
         self.attention = attention
-        self.q_proj = Linear(d_model, d_model)
-        self.k_proj = Linear(d_model, d_model)
-        self.v_proj = Linear(d_model, d_model)
-        self.output_proj = Linear(d_model, d_model)
+        self.q_proj = Linear(d_model, self.num_heads * self.head_dim)
+        self.k_proj = Linear(d_model, self.num_kv_heads * self.head_dim)
+        self.v_proj = Linear(d_model, self.num_kv_heads * self.head_dim)
+        self.output_proj = Linear(self.num_heads * self.head_dim, d_model)
+        self.q_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else nn.Identity()
 
     def forward(self, x: Float[Tensor, "B T d_model"], cache: LayerCache | None = None) -> Float[Tensor, "B T d_model"]:
         def split_heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         q, k, v = (split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         start = 0 if cache is None else cache.length
-        q, k = self.rope(q, start), self.rope(k, start)
+        q, k = self.rope(self.q_norm(q), start), self.rope(self.k_norm(k), start)
         if cache is not None:
             # The causal mask is top-left aligned, which is correct only for the first chunk. A later chunk must be a
             # single position, which sees everything in the cache and needs no mask.
@@ -208,11 +244,20 @@ class CausalMultiHeadSelfAttention(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)) (pre-norm, Xiong et al. 2020)."""
 
-    def __init__(self, d_model: int, num_heads: int, d_ff: int, rope: RotaryEmbedding, attention: Attention) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        d_ff: int,
+        rope: RotaryEmbedding,
+        attention: Attention,
+        norm_eps: float = 1e-5,
+        **of_attention: Any,
+    ) -> None:
         super().__init__()
-        self.ln1 = RMSNorm(d_model)
-        self.attn = CausalMultiHeadSelfAttention(d_model, num_heads, rope, attention)
-        self.ln2 = RMSNorm(d_model)
+        self.ln1 = RMSNorm(d_model, norm_eps)
+        self.attn = CausalMultiHeadSelfAttention(d_model, num_heads, rope, attention, norm_eps=norm_eps, **of_attention)
+        self.ln2 = RMSNorm(d_model, norm_eps)
         self.ffn = SwiGLU(d_model, d_ff)
 
     def forward(self, x: Float[Tensor, "B T d_model"], cache: LayerCache | None = None) -> Float[Tensor, "B T d_model"]:
@@ -224,7 +269,9 @@ class TransformerLM(nn.Module):
     """Token IDs in, logits of the next token out; with the next tokens as targets, their loss.
 
     `attention` may be any faster function that follows the contract of `scaled_dot_product_attention`.
-    Raises ValueError if d_model does not divide into num_heads heads of even size.
+    tie_embeddings: the head has the weight of the embedding, which the state dict contains once.
+    Raises ValueError if d_model does not divide into num_heads heads of even size, unless head_dim is given, and if
+    num_kv_heads does not divide num_heads.
     """
 
     def __init__(
@@ -237,19 +284,34 @@ class TransformerLM(nn.Module):
         d_ff: int,
         rope_theta: float = 10000.0,
         attention: Attention = scaled_dot_product_attention,
+        *,
+        rope_scaling: Sequence[float] | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        tie_embeddings: bool = False,
+        norm_eps: float = 1e-5,
     ) -> None:
-        if d_model % num_heads:
+        if not head_dim and d_model % num_heads:
             raise ValueError(f"d_model is {d_model}: it must be divisible by num_heads, which is {num_heads}")
+        if num_kv_heads and num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads is {num_kv_heads}: it must divide num_heads, which is {num_heads}")
         super().__init__()
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.token_embeddings = Embedding(vocab_size, d_model)
-        rope = RotaryEmbedding(context_length, d_model // num_heads, rope_theta)
+        rope = RotaryEmbedding(context_length, head_dim or d_model // num_heads, rope_theta, rope_scaling)
+        of_attention = dict(num_kv_heads=num_kv_heads, head_dim=head_dim, qk_norm=qk_norm)
         self.layers = nn.ModuleList(
-            TransformerBlock(d_model, num_heads, d_ff, rope, attention) for _ in range(num_layers)
+            TransformerBlock(d_model, num_heads, d_ff, rope, attention, norm_eps, **of_attention)
+            for _ in range(num_layers)
         )
-        self.ln_final = RMSNorm(d_model)
+        self.ln_final = RMSNorm(d_model, norm_eps)
         self.lm_head = LMHead(d_model, vocab_size)
+        if tie_embeddings:
+            self.token_embeddings.weight = self.lm_head.weight  # whose initial values are small enough for logits
+            self.register_state_dict_post_hook(_drop_tied)
+            self.register_load_state_dict_pre_hook(_add_tied)
 
     def forward(
         self,
@@ -279,3 +341,12 @@ class TransformerLM(nn.Module):
     def new_cache(self) -> list[LayerCache]:
         """An empty key-value cache, one entry per layer; the first call that uses it fixes the batch size."""
         return [LayerCache(self.context_length) for _ in self.layers]
+
+
+def _drop_tied(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    del state_dict[f"{prefix}lm_head.weight"]
+
+
+def _add_tied(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if (weight := state_dict.get(f"{prefix}token_embeddings.weight")) is not None:
+        state_dict[f"{prefix}lm_head.weight"] = weight

@@ -1,11 +1,15 @@
 """The architecture of a model as data. Imports no PyTorch, so that the command line starts quickly."""
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The arguments of `TransformerLM` except the attention. Models of equal shape can share weights."""
+    """The arguments of `TransformerLM` except the attention. Models of equal shape can share weights.
+
+    The defaults are those of the handout's model.
+    """
 
     vocab_size: int
     context_length: int
@@ -14,3 +18,39 @@ class ModelShape:
     num_layers: int
     num_heads: int
     rope_theta: float = 10000.0
+    rope_scaling: tuple[float, float, float, float] | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads == self.num_heads:  # one form of each architecture
+            object.__setattr__(self, "num_kv_heads", None)
+        if self.head_dim == self.d_model / self.num_heads:
+            object.__setattr__(self, "head_dim", None)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head."""
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether the model has the handout's parameters: only sizes, rope and norm_eps may differ."""
+        return (self.num_kv_heads, self.head_dim, self.qk_norm, self.tie_embeddings) == (None, None, False, False)
+
+    def facts(self) -> dict[str, Any]:
+        """The fields that tell this architecture from others: the sizes, rope_theta, and options that are used."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        return {
+            name: value
+            for name, (value, default) in values.items()
+            if default is MISSING or name == "rope_theta" or value != default
+        }

@@ -1,7 +1,8 @@
 """A byte-level BPE tokenizer: trained and run by the `tokenizers` library, fed from files that may not fit in memory.
 
 A tokenizer that is trained here has GPT-2's pre-tokenizer and one special token, `<|endoftext|>`; every UTF-8 text
-decodes back exactly. Any other tokenizer.json of the library with that token can be loaded too.
+decodes back exactly. Any other tokenizer.json of the library can be loaded too, if its documents end with one of
+`ENDS_OF_TEXT`, which then stands for `<|endoftext|>` in texts.
 """
 
 import codecs
@@ -18,6 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from .files import replaced
 
 END_OF_TEXT = "<|endoftext|>"
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
+"""The token after a document: of GPT-2, SmolLM and Qwen; of Llama 3; of Llama 2, TinyLlama and Mistral."""
 MIN_VOCAB_SIZE = 256 + 1  # every byte, and END_OF_TEXT
 
 _READ_BYTES = 1 << 20  # bytes per read
@@ -146,12 +149,12 @@ def sample_evenly(blocks: Iterable[str], sample_bytes: int, text_bytes: int) -> 
             seen += size
 
 
-def _where_to_cut(tokenizer: tokenizers.Tokenizer) -> re.Pattern[str]:
+def _where_to_cut(tokenizer: tokenizers.Tokenizer, end_of_text: str) -> re.Pattern[str]:
     """Where a text may be cut for this tokenizer, so that its pieces have the IDs of the whole.
 
     GPT-2's pre-tokenizer lets it be cut between words. Others may join a newline to the word before it, or treat the
-    start of a text in their own way. But the library takes END_OF_TEXT out of a text before it normalizes and
-    pre-tokenizes the parts in between. So a text can be cut before an END_OF_TEXT that no other token reaches into.
+    start of a text in their own way. But the library takes end_of_text out of a text before it normalizes and
+    pre-tokenizes the parts in between. So a text can be cut before an end_of_text that no other token reaches into.
     """
     words, added = tokenizer.pre_tokenizer, tokenizer.get_added_tokens_decoder().values()
     if (
@@ -162,10 +165,10 @@ def _where_to_cut(tokenizer: tokenizers.Tokenizer) -> re.Pattern[str]:
         return _WORD
     for token in added:
         tails = [token.content[start:] for start in range(1, len(token.content))]
-        if token.content == END_OF_TEXT:
+        if token.content == end_of_text:
             if token.lstrip or (token.normalized and tokenizer.normalizer is not None):
                 return _NOWHERE
-        elif any(END_OF_TEXT.startswith(tail) or tail.startswith(END_OF_TEXT) for tail in tails):
+        elif any(end_of_text.startswith(tail) or tail.startswith(end_of_text) for tail in tails):
             return _NOWHERE
     return _DOCUMENT
 
@@ -181,17 +184,19 @@ class Tokenizer:
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
         self._tokenizer = library_tokenizer
-        end = library_tokenizer.token_to_id(END_OF_TEXT)
-        if end is None:
-            raise ValueError(f"the tokenizer has no token {END_OF_TEXT}")
+        ends = {end: number for end in ENDS_OF_TEXT if (number := library_tokenizer.token_to_id(end)) is not None}
+        if not ends:
+            raise ValueError(f"the tokenizer has no token {END_OF_TEXT} (or {', '.join(ENDS_OF_TEXT[1:])})")
+        self.end_of_text, end = next(iter(ends.items()))
         if dropout := getattr(library_tokenizer.model, "dropout", None):
             raise ValueError(f"model.dropout is {dropout:g}: it must be null, or a text has other tokens each time")
         if self.encode(f"a{END_OF_TEXT}a").count(end) != 1:
             raise ValueError(
-                f"the tokenizer does not find {END_OF_TEXT} in a text: it must be in added_tokens, single_word false"
+                f"the tokenizer does not find {self.end_of_text} in a text: it must be in added_tokens, single_word "
+                "false"
             )
         self.end_of_text_id: int = end
-        self._cut = _where_to_cut(library_tokenizer)
+        self._cut = _where_to_cut(library_tokenizer, self.end_of_text)
 
     @classmethod
     def train(cls, blocks: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -247,7 +252,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The token IDs of a text; each `<|endoftext|>` in it becomes the special token's ID."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(self._with_own_end(text), add_special_tokens=False).ids
+
+    def _with_own_end(self, text: str) -> str:
+        return text if self.end_of_text == END_OF_TEXT else text.replace(END_OF_TEXT, self.end_of_text)
 
     def encode_stream(self, blocks: Iterable[str], name: str = "the text") -> Iterator[list[int]]:
         """Yield the IDs of a stream of text, one list per piece; concatenated they equal `encode` of the whole text.
@@ -267,7 +275,7 @@ class Tokenizer:
         yield from self._encode_batch(batch)
 
     def _encode_batch(self, batch: list[str]) -> Iterator[list[int]]:
-        for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+        for encoding in self._tokenizer.encode_batch_fast([*map(self._with_own_end, batch)], add_special_tokens=False):
             yield encoding.ids
 
     def decode(self, token_ids: Iterable[int]) -> str:

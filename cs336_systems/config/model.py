@@ -47,8 +47,21 @@ class ModelConfig:
     """Number of Transformer blocks."""
     num_heads: int | None = None
     """Number of attention heads. d_model / num_heads must be even."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, a divisor of num_heads (default: num_heads)."""
+    head_dim: int | None = None
+    """Size of a head, an even number (default: d_model / num_heads)."""
+    qk_norm: bool = False
+    """Normalise each head's queries and keys (Qwen 3)."""
+    tie_embeddings: bool = False
+    """Use the embedding's weight for the head too."""
+    norm_eps: float = ModelShape.norm_eps
+    """Added to the mean square in each norm."""
     rope_theta: float = ModelShape.rope_theta
     """Base of the frequencies of the rotary embedding."""
+    rope_scaling: tuple[float, float, float, float] | None = None
+    """Llama 3's scaled frequencies: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+    (default: no scaling)."""
     attention: str = "auto"
     """Attention kernel: a registered name, or your own function as module:function. auto is sdpa, which lets PyTorch
     choose among its kernels."""
@@ -72,17 +85,23 @@ class ModelConfig:
             if getattr(self, name) is None:
                 raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
         require_at_least(self, "model", 1, "context_length", *SIZE_FIELDS)
+        require_at_least(self, "model", 1, "num_kv_heads", "head_dim")
         require_field(self, "model.rope_theta", 0 < self.rope_theta < math.inf, "above 0 and finite")
+        require_field(self, "model.norm_eps", 0 <= self.norm_eps < 1, "from 0 to below 1")
+        scaling = self.rope_scaling
+        is_possible = scaling is None or (all(0 < x < math.inf for x in scaling) and scaling[1] < scaling[2])
+        require_field(self, "model.rope_scaling", is_possible, "4 numbers above 0, the second below the third")
         s = self.shape
         accepted = "from 1 to 2^24, and at least 257 to train a tokenizer"
         require_field(self, "model.vocab_size", 1 <= s.vocab_size <= 1 << 24, accepted)
-        if s.d_model % s.num_heads:
+        if self.head_dim is None and s.d_model % s.num_heads:
             raise ValueError(f"model.d_model is {s.d_model}: it must be divisible by model.num_heads, {s.num_heads}")
-        if (s.d_model // s.num_heads) % 2:
-            raise ValueError(
-                f"model.d_model / model.num_heads is {s.d_model // s.num_heads}: the size of a head must be even, "
-                "because rotary embedding turns pairs"
-            )
+        if s.head_size % 2:
+            name = "model.d_model / model.num_heads" if self.head_dim is None else "model.head_dim"
+            raise ValueError(f"{name} is {s.head_size}: the size of a head must be even, because rotary embedding "
+                             "turns pairs")  # fmt: skip
+        accepted = f"a divisor of model.num_heads, {s.num_heads}"
+        require(s.num_heads % s.kv_heads == 0, "model.num_kv_heads", s.kv_heads, accepted)
 
     @property
     def shape(self) -> ModelShape:

@@ -17,21 +17,27 @@ FLASH_ATTENTION = ("auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "f
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """All parameters: 2 V d (embedding and untied head) + L (4 d^2 + 3 d d_ff + 2 d) + d.
+    """All parameters: 2 V d (embedding and untied head) + L (P + 2 d) + d.
 
-    A block has four attention projections, three feed-forward matrices and two norms; one more norm precedes the head.
+    A block has P numbers in matrices, and two norms; one more norm precedes the head. A tied head adds nothing. Norms
+    of queries and keys add 2 D a block.
     """
-    d = shape.d_model
-    return 2 * shape.vocab_size * d + shape.num_layers * (block_matrices(shape) + 2 * d) + d
+    d, tables = shape.d_model, 1 if shape.tie_embeddings else 2
+    norms = 2 * d + 2 * shape.head_size * shape.qk_norm
+    return tables * shape.vocab_size * d + shape.num_layers * (block_matrices(shape) + norms) + d
 
 
 def block_matrices(shape: ModelShape) -> int:
-    """Parameters in a block's seven matrices, without its norms: P = 4 d^2 + 3 d d_ff."""
-    return 4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff
+    """Parameters in a block's seven matrices, without its norms: P = 2 d D (H + H_kv) + 3 d d_ff.
+
+    That is 4 d^2 + 3 d d_ff where the heads divide d and keys have as many as queries.
+    """
+    heads = shape.num_heads + shape.kv_heads
+    return 2 * shape.d_model * shape.head_size * heads + 3 * shape.d_model * shape.d_ff
 
 
 def matmul_parameters(shape: ModelShape) -> int:
-    """Parameters in matrix products: V d + L (4 d^2 + 3 d d_ff). Excludes norms, and the embedding: it is a look-up."""
+    """Parameters in matrix products: V d + L P. Excludes norms, and the embedding: it is a look-up."""
     return shape.vocab_size * shape.d_model + shape.num_layers * block_matrices(shape)
 
 
@@ -68,19 +74,19 @@ def bytes_of_kinds(shape: ModelShape, sizes: Mapping[str, int]) -> tuple[str, st
 def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     """Matrix-product operations of one forward pass over num_sequences sequences of `length` tokens.
 
-    2 N T for the weights (N from `matmul_parameters`, T tokens), plus 4 length^2 d / 2 per layer and sequence for
-    causal attention: scores and values take 2 length^2 d each (Kaplan et al. 2020, table 1), and the mask leaves half.
+    2 N T for the weights (N from `matmul_parameters`, T tokens), plus 4 length^2 H D / 2 per layer and sequence for
+    causal attention: scores and values take 2 length^2 H D each (Kaplan et al. 2020, table 1); the mask leaves half.
     """
     half_of_two_products = attention_product_flops(shape, num_sequences, length)
     return 2 * matmul_parameters(shape) * num_sequences * length + half_of_two_products
 
 
 def attention_product_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
-    """Operations of one of naive attention's two products, Q K^T or P V, in all layers: 2 N^2 d per layer and sequence.
+    """Operations of one of naive attention's two products, Q K^T or P V: 2 N^2 H D per layer and sequence.
 
-    N is the length and d is d_model, all heads together. Dense: naive attention computes the masked scores too.
+    N is the length, H D the width of all heads. Dense: naive attention computes the masked scores too.
     """
-    return shape.num_layers * num_sequences * 2 * length * length * shape.d_model
+    return shape.num_layers * num_sequences * 2 * length * length * shape.num_heads * shape.head_size
 
 
 def softmax_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
@@ -120,8 +126,9 @@ def least_training_bytes(
     beside the moments, 4 N_m / s more.
     """
     length, n = shape.context_length, num_parameters(shape)
-    rotary = 4 * length * (shape.d_model // shape.num_heads)
-    masters = 4 * matmul_parameters(shape) if has_masters else 0
+    rotary = 4 * length * shape.head_size
+    in_products = matmul_parameters(shape) - shape.tie_embeddings * shape.vocab_size * shape.d_model
+    masters = 4 * in_products if has_masters else 0
     state = (2 * weight_bytes * n - masters) // weight_parts + (2 * weight_bytes * n + masters) // state_parts
     tokens = micro_batch * length
     if loss_chunk_tokens is not None:

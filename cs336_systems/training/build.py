@@ -11,7 +11,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_basics.model import LayerCache, Linear, LMHead, TransformerLM
+from cs336_basics.model import Embedding, LayerCache, Linear, LMHead, TransformerLM
 from cs336_basics.optimizer import AdamW
 
 from ..config.checks import require, shown
@@ -52,12 +52,14 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def narrow_matrices(model: nn.Module, config: TrainConfig) -> dict[str, Tensor]:
     """Make the weights of linear layers 16-bit, in place; return the float32 ones by name, rank 0's on all ranks.
 
-    Their gradients are 16-bit too, except for sums of 16-bit products: those of several micro-batches, and of the head
-    whose loss is computed in chunks. FSDP rounds the latter to 16 bits to send it.
+    A head that is tied to the embedding stays float32. The gradients are 16-bit too, except for sums of 16-bit
+    products: those of several micro-batches, and of the head whose loss is computed in chunks. FSDP rounds the latter
+    to 16 bits to send it.
     """
     masters: dict[str, Tensor] = {}
+    embeddings = {module.weight for module in model.modules() if isinstance(module, Embedding)}
     for name, module in model.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module.weight not in embeddings:
             masters[f"{name}.weight"] = module.weight.data
             module.weight.data = module.weight.data.to(DTYPES[config.precision])
             is_chunked = isinstance(module, LMHead) and config.loss_chunk_tokens is not None

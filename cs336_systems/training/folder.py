@@ -52,7 +52,7 @@ def is_run(folder: Path) -> bool:
 def _is_run_config(path: Path) -> bool:
     try:
         model = json.loads(path.read_bytes())["model"]
-        return model.keys() >= {field.name for field in dataclasses.fields(ModelShape)}
+        return model.keys() >= {f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
 

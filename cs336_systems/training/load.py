@@ -1,7 +1,7 @@
 """Load a trained model from its run folder or checkpoint, export it to Hugging Face's format, and import from that."""
 
 import logging
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,12 @@ def load_model(path: str | Path) -> LoadedModel:
     checkpoint, manifest = find_checkpoint(Path(path))
     file = checkpoint / MANIFEST
     values: dict[str, Any] = {f.name: manifest.identity.get(f"model.{f.name}") for f in fields(ModelShape)}
-    if missing := [name for name, value in values.items() if value is None]:
+    if missing := [f.name for f in fields(ModelShape) if f.default is MISSING and values[f.name] is None]:
         raise ValueError(f"checkpoint file {file} describes no model: its identity has no model.{missing[0]}")
+    if isinstance(scaling := values["rope_scaling"], list):
+        values["rope_scaling"] = tuple(scaling)
     try:
-        shape = ModelConfig(**values).shape
+        shape = ModelConfig(**{name: value for name, value in values.items() if value is not None}).shape
     except ValueError as error:
         raise ValueError(f"checkpoint file {file} describes no model: {error}") from error
     with torch.device("meta"):
@@ -116,13 +118,13 @@ def import_run(folder: str | Path, run_dir: str | Path) -> Path:
         raise ValueError(f"{run_dir} is not empty: give a new folder for the run")
     shape, state_dict, tokenizer = import_hf(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
-    config: dict[str, Any] = {"model": asdict(shape)}
+    config: dict[str, Any] = {"model": shape.facts()}
     write_json(run_dir / CONFIG, config)
     if tokenizer is not None:
         tokenizer.save(run_dir / TOKENIZER)
     else:
         logger.warning("%s has no tokenizer.json: the run can be trained on token files, but gives no text", folder)
-    identity = {f"model.{name}": value for name, value in asdict(shape).items()}
+    identity = {f"model.{name}": value for name, value in shape.facts().items()}
     manifest = Manifest(
         step=0,
         sequences=0,

@@ -27,7 +27,8 @@ def check_config(config: RunConfig, device: torch.device) -> None:
         raise ValueError(shortage)
     strategy_of(config)
     shape = config.model.shape
-    check_attention(config.model.attention, shape.d_model // shape.num_heads, DTYPES[config.train.precision], device)
+    group = shape.num_heads // shape.kv_heads
+    check_attention(config.model.attention, shape.head_size, DTYPES[config.train.precision], device, group)
     check_packages(config.log)
 
 

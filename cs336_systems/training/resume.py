@@ -198,7 +198,7 @@ def identity_of(config: RunConfig, data: PreparedData) -> dict[str, Any]:
 
 
 def _architecture(config: RunConfig) -> dict[str, Any]:
-    return {f"model.{name}": value for name, value in dataclasses.asdict(config.model.shape).items()}
+    return {f"model.{name}": value for name, value in config.model.shape.facts().items()}
 
 
 def _changed_data(config: RunConfig, manifest: Manifest) -> list[str]:

@@ -130,6 +130,75 @@ def test_a_model_made_by_transformers_is_imported(tmp_path: Path) -> None:
     check_logits(shape, state, llama)
 
 
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "SmolLM2": (
+        "Llama",
+        dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=72, tie_word_embeddings=True, rope_theta=1e5),
+    ),
+    "Llama-3.2": (
+        "Llama",
+        dict(
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=5e5,
+                factor=32.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=16,
+            ),
+        ),
+    ),
+    "TinyLlama": ("Llama", dict(num_attention_heads=8, num_key_value_heads=1)),
+    "Qwen3": (
+        "Qwen3",
+        dict(
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+        ),
+    ),
+    "Mistral-v0.3": (
+        "Mistral",
+        dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=None, rope_theta=1e6),
+    ),
+}
+"""The models that people know, each with its own proportions, made small."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_imported_and_exported_with_the_same_logits_and_text(family: str, tmp_path: Path) -> None:
+    name, settings = FAMILIES[family]
+    torch.manual_seed(1)
+    theirs = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**LLAMA | settings, bos_token_id=None, eos_token_id=None)
+    )
+    with torch.no_grad():  # norms that are all 1 would hide a permutation
+        for key, parameter in theirs.named_parameters():
+            if "norm" in key:
+                parameter.uniform_(0.5, 1.5)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    shape, state, _ = import_hf(tmp_path / "theirs")
+    check_logits(shape, state, theirs)
+
+    ours = TransformerLM(**dataclasses.asdict(shape))
+    ours.load_state_dict(state)
+    prompt = [5, 17, 200, 3]
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+    assert generate(ours, [prompt], 20, temperature=0)[0] == expected
+
+    export_hf(ours.state_dict(), shape, None, tmp_path / "ours")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    check_logits(shape, state, again)
+    assert import_hf(tmp_path / "ours")[0] == shape
+
+
 @pytest.mark.parametrize("place", ["model.layers.1.self_attn.rotary_emb", "model.rotary_emb"])
 def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place: str) -> None:
     """Older versions of transformers wrote them."""
@@ -145,15 +214,18 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_key_value_heads", 2, "num_key_value_heads is 2"),
-        ("tie_word_embeddings", True, "tie_word_embeddings is True"),
+        ("num_key_value_heads", 3, "num_key_value_heads is 3: it must divide num_attention_heads, 4"),
+        ("num_key_value_heads", 2, r"k_proj.weight has shape \(64, 64\), and config.json means \(32, 64\)"),
         ("attention_bias", True, "attention_bias is True"),
         ("mlp_bias", True, "mlp_bias is True"),
-        ("rms_norm_eps", 1e-6, "rms_norm_eps is 1e-06"),
+        ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a positive number"),
+        ("sliding_window", 16, "sliding_window is 16"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'"),
         ("model_type", "gpt2", "model_type is 'gpt2'"),
-        ("head_dim", 32, "head_dim is 32"),
-        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}, "rope type is 'llama3'"),
+        ("head_dim", 32, r"k_proj.weight has shape \(64, 64\), and config.json means \(128, 64\)"),
+        ("head_dim", 15, "head_dim is 15: it must be even"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}, "factor is None: it must be a positive number"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}, "rope type is 'yarn'"),
         ("rope_scaling", {"rope_type": "linear", "factor": 2}, "rope type is 'linear'"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope type is 'linear'"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor is 0.5"),
@@ -180,9 +252,9 @@ def test_an_unsupported_setting_is_refused_by_name(tmp_path: Path, field: str, v
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", " has no model_type: it must be the configuration of a Llama model"),
-        ('{"model_type": "llama"}', " has no vocab_size: it must be the configuration of a Llama model"),
-        ("[]", " is no JSON object: it must be the configuration of a Llama model"),
+        ("{}", " has no model_type: it must be the configuration of a model of type llama, mistral, qwen3"),
+        ('{"model_type": "llama"}', " has no vocab_size: it must be the configuration of a model of type llama, "),
+        ("[]", " is no JSON object: it must be the configuration of a model of type llama, mistral, qwen3"),
         ("{", " is not JSON: "),
         ("[" * 100_000, " is not JSON: "),
     ],

@@ -65,7 +65,7 @@ class BlockBench:
         shape = config.workload.shape
         torch.manual_seed(0)
         with self.device:
-            rope = RotaryEmbedding(config.context_length, shape.d_model // shape.num_heads, shape.rope_theta)
+            rope = RotaryEmbedding(config.context_length, shape.head_size, shape.rope_theta)
             attention = get_attention(config.attention)
             self.block = TransformerBlock(shape.d_model, shape.num_heads, shape.d_ff, rope, attention)
             self.x = torch.randn(config.batch_size, config.context_length, shape.d_model, requires_grad=True)

@@ -101,7 +101,7 @@ def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:
 def counted(config: dict[str, Any]) -> dict[str, int]:
     """Float32 bytes of one residual-stream activation, 4 B N d, and of the parameters; {} without the sizes."""
     names = (*SHAPE_FIELDS, "batch_size")
-    sizes = {name: value for name in names if type(value := config.get(name)) is int}
+    sizes: dict[str, Any] = {name: value for name in names if type(value := config.get(name)) is int}
     if len(sizes) < len(names):
         return {}
     batch_size = sizes.pop("batch_size")

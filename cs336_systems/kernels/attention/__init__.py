@@ -76,12 +76,15 @@ def get_attention(name: str) -> Attention:
         raise ValueError(f"model.attention is {name!r}, which cannot be imported here: {error}") from error
 
 
-def check_attention(name: str, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Call the kernel once on small tensors. Raises ValueError naming `model.attention` if it cannot serve them."""
+def check_attention(name: str, head_size: int, dtype: torch.dtype, device: torch.device, group: int = 1) -> None:
+    """Call the kernel once on small tensors. Raises ValueError naming `model.attention` if it cannot serve them.
+
+    group: query heads for each head of keys and values.
+    """
     attention = get_attention(name)
-    q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
+    q = torch.zeros(1, group, 16, head_size, device=device, dtype=dtype)
     try:
-        o = attention(q, q, q, True)
+        o = attention(q, q[:, :1], q[:, :1], True)
     except Exception as error:  # a kernel from outside may raise anything
         raise ValueError(f"model.attention is {name!r}, which cannot be used here: {error}") from error
     is_like_q = isinstance(o, Tensor) and (o.shape, o.dtype) == (q.shape, q.dtype)
