@@ -161,6 +161,14 @@ def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype
     }
 
 
+def is_hf_folder(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has a config.json of Hugging Face's kind."""
+    try:
+        return "model_type" in json.loads(Path(folder, "config.json").read_bytes())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
 def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Tensor], Tokenizer | None]:
     """Read a folder with a Llama, Qwen 3 or Mistral: shape, state dict in float32 and the tokenizer, if any.
 

@@ -11,7 +11,7 @@ from .arguments import make_parser, parse
 def generate(arguments: Sequence[str]) -> int:
     """Run `cs336 generate`, which prints a sample, and return the exit code."""
     parser = make_parser("generate", "Sample from a trained model.")
-    parser.add_argument("run", type=str, help="Run folder or checkpoint.")
+    parser.add_argument("run", type=str, help="Run folder, checkpoint or Hugging Face folder.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
     parser.add_class_arguments(SampleConfig)
     options = vars(parse(parser, arguments))
@@ -37,7 +37,7 @@ def export(arguments: Sequence[str]) -> int:
     parser = make_parser("export", "Write a trained model in another format.")
     parser.add_argument("run", type=str, help="Run folder or checkpoint.")
     parser.add_argument(
-        "--format", choices=["hf"], default="hf", help="hf: a folder that LlamaForCausalLM.from_pretrained loads."
+        "--format", choices=["hf"], default="hf", help="hf: a folder that AutoModelForCausalLM.from_pretrained loads."
     )
     parser.add_argument("--out", type=str, default=None, help="Folder to write (default: hf in the run folder).")
     parser.add_argument("--overwrite", type=bool, nargs="?", const=True, default=False,
@@ -59,7 +59,7 @@ def export(arguments: Sequence[str]) -> int:
 
 def import_hf(arguments: Sequence[str]) -> int:
     """Run `cs336 import-hf` and return the exit code."""
-    parser = make_parser("import-hf", "Make a run folder from a Hugging Face Llama of the same architecture.")
+    parser = make_parser("import-hf", "Make a run folder from a Llama, Qwen 3 or Mistral in Hugging Face's format.")
     parser.add_argument("folder", type=str, help="Folder with config.json and model.safetensors.")
     parser.add_argument("--out", type=str, required=True, help="Run folder to make; train it with --init_from.")
     options = parse(parser, arguments)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import shlex
 import time
@@ -75,13 +76,34 @@ def _read_config_files(arguments: Sequence[str], parser: ArgumentParser) -> list
     files, others = _split_config_files(arguments)
     given = {word.partition("=")[0] for word in others}
     contents = {file: _read_config(file, parser) for file in files}
+    init_from = [content["init_from"] for content in contents.values() if "init_from" in content]
+    init_from += [word.removeprefix("--init_from=") for word in others if word.startswith("--init_from=")]
+    init_from += [word for before, word in itertools.pairwise(others) if before == "--init_from"]
+    if init_from:
+        contents = {Path(init_from[-1]): _fields_of_model(Path(init_from[-1]))} | contents
     if "--model.size" in given:  # it replaces the sizes in the files
         for content in contents.values():
             content["model"] = {k: v for k, v in content.get("model", {}).items() if k not in SIZE_FIELDS}
     with_folder = [file for file, content in contents.items() if "run_dir" in content]
     if with_folder and "--run_dir" not in given:
         _check_not_moved(with_folder[-1], contents[with_folder[-1]]["run_dir"])
-    return [word for file in files for word in ("--config", json.dumps(contents[file]))] + others
+    return [word for content in contents.values() for word in ("--config", json.dumps(content))] + others
+
+
+def _fields_of_model(folder: Path) -> dict[str, Any]:
+    """The architecture and the tokenizer of a run or a Hugging Face folder, as fields; {} for anything else."""
+    from cs336_basics.huggingface import is_hf_folder, read_shape
+
+    from ..training.folder import CONFIG, TOKENIZER
+
+    if is_hf_folder(folder):
+        model = read_shape(folder).facts()
+    elif (folder / CONFIG).is_file():
+        model = json.loads((folder / CONFIG).read_bytes())["model"]
+    else:
+        return {}
+    has_tokenizer = (folder / TOKENIZER).is_file()
+    return {"model": model, "data": {"tokenizer": str(folder / TOKENIZER)} if has_tokenizer else {}}
 
 
 def _split_config_files(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:

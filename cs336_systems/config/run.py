@@ -295,7 +295,8 @@ class RunConfig:
     """Continue from a checkpoint: its path, or auto for the newest in run_dir. auto skips incomplete checkpoints, and
     starts anew if there is none. Not saved in config.json."""
     init_from: str | None = None
-    """Run or checkpoint to load the initial weights from, and nothing else (default: random weights)."""
+    """Run, checkpoint or Hugging Face folder to load the initial weights from (default: random weights). On the command
+    line, its architecture and tokenizer are the defaults of the model's fields and of data.tokenizer."""
     skip_data: bool = False
     """Use the token files as they are. Do not make any."""
     data: DataConfig = field(default_factory=DataConfig)

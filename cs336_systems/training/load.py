@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cs336_basics.files import write_json
-from cs336_basics.huggingface import export_hf, import_hf
+from cs336_basics.huggingface import export_hf, import_hf, is_hf_folder
 from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape
 from cs336_basics.tokenizer import Tokenizer
@@ -61,10 +61,13 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
 
 
 def load_model(path: str | Path) -> LoadedModel:
-    """Load the weights and the tokenizer of a run folder or checkpoint, onto the CPU.
+    """Load the weights and the tokenizer of a run folder, a checkpoint or a Hugging Face folder, onto the CPU.
 
-    Raises ValueError if the manifest describes no model, or if the run's tokenizer is not the checkpoint's.
+    Raises ValueError if the manifest describes no model, or if the run's tokenizer is not the checkpoint's; for a
+    Hugging Face folder as `import_hf` does.
     """
+    if is_hf_folder(path):
+        return _load_hf(Path(path))
     checkpoint, manifest = find_checkpoint(Path(path))
     file = checkpoint / MANIFEST
     values: dict[str, Any] = {f.name: manifest.identity.get(f"model.{f.name}") for f in fields(ModelShape)}
@@ -92,6 +95,20 @@ def load_model(path: str | Path) -> LoadedModel:
     return LoadedModel(checkpoint, manifest, shape, state_dict, tokenizer)
 
 
+def _load_hf(folder: Path) -> LoadedModel:
+    shape, state_dict, tokenizer = import_hf(folder)
+    identity = {f"model.{name}": value for name, value in shape.facts().items()}
+    manifest = Manifest(
+        step=0,
+        sequences=0,
+        identity={**identity, "tokenizer": tokenizer.sha256 if tokenizer else None},
+        trainer={},
+        config={"model": shape.facts()},
+        versions=environment(),
+    )
+    return LoadedModel(folder, manifest, shape, state_dict, tokenizer)
+
+
 def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, Path]:
     """Write a run's newest model as a Hugging Face folder (default: hf in the run folder), in its train.weight_dtype.
 
@@ -109,29 +126,19 @@ def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, P
 
 
 def import_run(folder: str | Path, run_dir: str | Path) -> Path:
-    """Make a run folder, at step 0, from a Hugging Face Llama of our architecture; return its checkpoint.
+    """Make a run folder, at step 0, from a Hugging Face folder; return its checkpoint.
 
     Raises ValueError if run_dir is not empty or the folder holds another model.
     """
     run_dir = Path(run_dir)
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise ValueError(f"{run_dir} is not empty: give a new folder for the run")
-    shape, state_dict, tokenizer = import_hf(folder)
+    loaded = _load_hf(Path(folder))
     run_dir.mkdir(parents=True, exist_ok=True)
-    config: dict[str, Any] = {"model": shape.facts()}
-    write_json(run_dir / CONFIG, config)
-    if tokenizer is not None:
-        tokenizer.save(run_dir / TOKENIZER)
+    write_json(run_dir / CONFIG, loaded.manifest.config)
+    if loaded.tokenizer is not None:
+        loaded.tokenizer.save(run_dir / TOKENIZER)
     else:
         logger.warning("%s has no tokenizer.json: the run can be trained on token files, but gives no text", folder)
-    identity = {f"model.{name}": value for name, value in shape.facts().items()}
-    manifest = Manifest(
-        step=0,
-        sequences=0,
-        identity={**identity, "tokenizer": tokenizer.sha256 if tokenizer else None},
-        trainer={},
-        config=config,
-        versions=environment(),
-    )
-    tensors = {f"model.{name}": tensor for name, tensor in state_dict.items()}
-    return save_checkpoint(run_dir / CHECKPOINTS, tensors, manifest)
+    tensors = {f"model.{name}": tensor for name, tensor in loaded.state_dict.items()}
+    return save_checkpoint(run_dir / CHECKPOINTS, tensors, loaded.manifest)

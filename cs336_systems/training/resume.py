@@ -168,7 +168,9 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
         if found is None:
             if config.init_from is not None:
                 model = load_model(config.init_from)
-                check_identity(model.checkpoint, model.manifest, _architecture(config), partly=True)
+                architecture = _architecture(config)
+                del architecture["model.context_length"]  # no weight depends on it
+                check_identity(model.checkpoint, model.manifest, architecture, partly=True)
                 weights.append(model)
             return Plan(named, run_dir)
         checkpoint, manifest = found

@@ -1,0 +1,121 @@
+"""Models of other architectures through the whole pipeline: trained, resumed, sampled, from and to Hugging Face."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cs336_basics.tokenizer import Tokenizer
+from cs336_systems.cli.main import main
+from cs336_systems.cli.train import load_config, parse_run_config
+from cs336_systems.training import train
+from cs336_systems.training.load import export_run, load_model
+from tests.distributed import run_ranks
+
+from .helpers import VOCAB_SIZE, make_config, random_tokens, tiny_trainer, weights_of
+
+GROUPED = dict(d_model=32, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True, tie_embeddings=True)
+SCALED = dict(num_heads=4, num_kv_heads=1, rope_scaling=(4.0, 1.0, 4.0, 8.0), norm_eps=1e-6)
+MODELS: dict[str, dict[str, Any]] = {"grouped, normed, tied": GROUPED, "one key head, scaled": SCALED}
+LLAMA = dict(
+    vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, rms_norm_eps=1e-5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_it_learns_and_goes_on_where_it_stopped(model: str, precision: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(model=MODELS[model], train=dict(precision=precision))
+    whole = train(make_config(tmp_path, "whole", **settings))
+    half = make_config(tmp_path, "half", **settings | dict(train=dict(precision=precision, max_steps=5)),
+                       optimizer=dict(cosine_steps=10))  # fmt: skip
+    train(half)
+    config = load_config(tmp_path / "half" / "config.json", resume="auto", **{"train.max_steps": 10})
+    assert train(config).valid_loss == whole.valid_loss
+    for name, weight in weights_of(Path(whole.run_dir)).items():
+        assert torch.equal(weights_of(tmp_path / "half")[name], weight), name
+
+
+def test_a_tied_weight_is_saved_once_and_stays_tied(tmp_path: Path) -> None:
+    config = make_config(tmp_path, model=GROUPED, train=dict(precision="bf16"))
+    with tiny_trainer(config) as trainer:
+        before = trainer.model.lm_head.weight.clone()
+        trainer.train_step()
+        assert trainer.model.lm_head.weight is trainer.model.token_embeddings.weight
+        assert trainer.model.lm_head.weight.dtype == torch.float32
+        assert not torch.equal(trainer.model.lm_head.weight, before)
+        assert "lm_head.weight" not in trainer.model.state_dict()
+
+
+def losses_of_ranks(folder: Path, parallel: dict[str, Any], precision: str) -> list[float]:
+    config = make_config(folder, model=GROUPED, train=dict(precision=precision), parallel=parallel)
+    with tiny_trainer(config) as trainer:
+        rows = [trainer.train_step()["loss"] for _ in range(3)]
+        return [*rows, trainer.evaluate(random_tokens(700, seed=1))]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        dict(strategy="overlap"),
+        dict(strategy="bucketed", shard_optimizer=True),
+        dict(strategy="fsdp"),
+        dict(strategy="fsdp_simple"),
+    ],
+    ids=lambda parallel: parallel["strategy"],
+)
+def test_two_ranks_give_the_losses_of_one(parallel: dict[str, Any], precision: str, tmp_path: Path) -> None:
+    alone = losses_of_ranks(tmp_path, {}, precision)
+    for found in run_ranks(losses_of_ranks, 2, tmp_path, parallel | dict(devices=2), precision):
+        assert found == pytest.approx(alone, rel=1e-5 if precision == "fp32" else 5e-3)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a tokenizer, as transformers saves it."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(folder)
+    Tokenizer.train(["the cat sat on the mat. " * 50], 290).save(folder / "tokenizer.json")
+    return folder
+
+
+def test_a_hugging_face_folder_gives_samples_and_a_new_run(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(llama), "--prompt", "the", "--max_new_tokens", "4", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("the")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 200)
+    arguments = [
+        *("--init_from", str(llama), "--data.train_text", str(text), "--data.source", "text"),
+        *("--data.data_dir", str(tmp_path / "data"), "--run_dir", str(tmp_path / "run"), "--train.device", "cpu"),
+        *("--train.max_steps", "3", "--train.batch_size", "2", "--model.context_length", "16"),
+    ]
+    config, _ = parse_run_config(arguments)
+    assert config.model.num_kv_heads == 2
+    assert config.model.tie_embeddings
+    assert config.data.tokenizer == str(llama / "tokenizer.json")
+    result = train(config)
+    assert result.step == 3
+    shape = load_model(result.run_dir).shape
+    assert (shape.kv_heads, shape.context_length) == (2, 16)
+    export_run(result.run_dir)
+    again = transformers.AutoModelForCausalLM.from_pretrained(Path(result.run_dir) / "hf")
+    assert again.config.tie_word_embeddings
+    assert again.config.num_key_value_heads == 2
+
+
+def test_another_end_of_text_ends_documents(tmp_path: Path) -> None:
+    gpt2 = Tokenizer.train(["the cat sat. " * 50], 280)
+    gpt2.save(tmp_path / "tokenizer.json")
+    text = (tmp_path / "tokenizer.json").read_text()
+    for end in ("<|end_of_text|>", "</s>"):
+        (tmp_path / "other.json").write_text(text.replace("<|endoftext|>", end))
+        other = Tokenizer.load(tmp_path / "other.json")
+        assert other.encode("cat<|endoftext|>sat") == gpt2.encode("cat<|endoftext|>sat")
+        assert [i for ids in other.encode_stream(["cat<|endoftext|>sat"]) for i in ids] == other.encode(f"cat{end}sat")
