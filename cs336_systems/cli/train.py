@@ -76,7 +76,7 @@ def _read_config_files(arguments: Sequence[str], parser: ArgumentParser) -> list
     files, others = _split_config_files(arguments)
     given = {word.partition("=")[0] for word in others}
     contents = {file: _read_config(file, parser) for file in files}
-    init_from = [content["init_from"] for content in contents.values() if "init_from" in content]
+    init_from = [content["init_from"] for content in contents.values() if isinstance(content.get("init_from"), str)]
     init_from += [word.removeprefix("--init_from=") for word in others if word.startswith("--init_from=")]
     init_from += [word for before, word in itertools.pairwise(others) if before == "--init_from"]
     if init_from:

@@ -195,7 +195,6 @@ IN_WORDS = {
     float: "a number",
     bool: "true or false",
     str: "text",
-    tuple: "a list of 2 numbers, such as [0.5, 0.5]",
 }
 
 
@@ -208,13 +207,16 @@ def _kind(hint: Any) -> Any:
 def _check_type_error(message: str, field: str, value: Any) -> None:
     kind = _kind(FIELDS[field])
     choices = typing.get_args(FIELDS[field])
-    if kind is typing.Union:  # of bool and one word
+    if kind is tuple:
+        numbers = 4 if field == "model.rope_scaling" else 2
+        accepted = f"a list of {numbers} numbers, such as [{', '.join(['0.5'] * numbers)}]"
+    elif kind is typing.Union:  # of bool and one word
         accepted = f"true or false or {typing.get_args(choices[1])[0]}"
     else:
         accepted = IN_WORDS.get(kind) or f"one of {', '.join(choices)}"
     assert message.startswith(f"{field} ")
     assert message.endswith(f"it must be {accepted}{' or null' if _takes_null(FIELDS[field]) else ''}")
-    inner = None if value == [None, 1] and kind is tuple else value
+    inner = None if value == [None, 1] and field == "optimizer.betas" else value
     shown = [str(inner), json.dumps(inner)] if inner != "" else ["''"]
     assert any(f" {text}: " in message for text in shown), message
     for leak in ("<class", "typing", "NoneType", "Expected", "Traceback", "\n"):

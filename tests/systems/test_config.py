@@ -47,7 +47,7 @@ def test_sizes_are_the_shapes_of_the_handout() -> None:
     assert list(MODEL_SIZES) == list(shapes)
     for size, values in shapes.items():
         shape = dict(zip(names, values, strict=True)) | {"rope_theta": 10000.0}
-        assert dataclasses.asdict(ModelConfig(size=size).shape) == shape
+        assert ModelConfig(size=size).shape.facts() == shape
 
 
 @pytest.mark.parametrize("field", SIZE_FIELDS)
@@ -325,7 +325,10 @@ def test_the_resolved_form_as_json_parses_to_an_equal_configuration(name: str, t
 def test_the_resolved_form_is_plain_json() -> None:
     config = RunConfig(**RUNS["everything else"])  # type: ignore[arg-type]
     written = json.loads(json.dumps(config.to_dict(), allow_nan=False))
-    assert written["model"] == {**TINY, "size": None, "rope_theta": 5e5, "attention": "naive"}
+    assert written["model"] == {
+        **dict(num_kv_heads=None, head_dim=None, qk_norm=False, tie_embeddings=False, norm_eps=1e-5, rope_scaling=None),
+        **{**TINY, "size": None, "rope_theta": 5e5, "attention": "naive"},
+    }
     assert written["data"]["tokenizer"] == "data/text/a b/tokenizer.json"
 
 

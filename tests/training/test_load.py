@@ -14,6 +14,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.cli.main import main
 from cs336_systems.cli.train import parse_run_config
 from cs336_systems.machine.console import say
@@ -190,19 +191,20 @@ def test_init_from_another_architecture_or_tokenizer_is_refused(
     )
     assert run_command("train", *wide) == 2
     assert "model.d_ff is 96 here and 64 there" in capsys.readouterr().err
-    other_text = arguments(tmp_path, "other", init_from=trained, **{"data.seed": 5})
-    assert run_command("train", *other_text) == 2
+    Tokenizer.train(["another text"], 280).save(tmp_path / "own.json")
+    other_tokenizer = arguments(tmp_path, "other", init_from=trained, **{"data.tokenizer": tmp_path / "own.json"})
+    assert run_command("train", *other_tokenizer) == 2
     error = capsys.readouterr().err
     assert "tokenizer is" in error
     assert not (tmp_path / "other").exists()
 
 
-def test_another_text_can_be_trained_on_with_the_tokenizer_given(trained: Path, tmp_path: Path) -> None:
-    given = trained / "tokenizer.json"
-    before = given.read_bytes()
-    fields = {"init_from": trained, "data.seed": 5, "data.tokenizer": given}
-    train(parse_run_config(arguments(tmp_path, "other", **fields))[0])
-    assert given.read_bytes() == before
+def test_another_text_is_encoded_with_the_tokenizer_of_the_first_run(trained: Path, tmp_path: Path) -> None:
+    tokenizer = trained / "tokenizer.json"
+    before = tokenizer.read_bytes()
+    train(parse_run_config(arguments(tmp_path, "other", **{"init_from": trained, "data.seed": 5}))[0])
+    assert tokenizer.read_bytes() == before
+    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
