@@ -47,7 +47,7 @@ def emulated(*changes: Change) -> Iterator[None]:
 
 @functools.cache
 def library(changes: tuple[Change, ...], dtype: torch.dtype, head_size: int, exact: bool) -> Mapping[str, Any]:
-    """The sources compiled with the emulator's instructions in the place of the GPU's, once for all test processes."""
+    """The sources compiled with the emulator's instructions in the place of the GPU's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for source in (
@@ -59,16 +59,27 @@ def library(changes: tuple[Change, ...], dtype: torch.dtype, head_size: int, exa
             text = (folder / file).read_text()
             assert text.count(old) >= 1, f"{file} has no {old!r}"
             (folder / file).write_text(text.replace(old, new))
-        flags = ["-O1", "-std=c++17", "-w", "-fno-strict-aliasing", "-fPIC", "-shared"]
-        files = ["-x", "c++", "forward.cu", "backward.cu", "emulator.cpp", "-o", "library.so"]
-        command = ["g++", *flags, *module.definitions(dtype, head_size, exact), *files]
-        sources = [path.read_bytes() for path in sorted(folder.iterdir())]
-        made = BUILT / f"{hashlib.sha256(repr((command, sources)).encode()).hexdigest()}.so"
-        if not made.exists():
-            built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            if built.returncode != 0:
-                raise RuntimeError(built.stderr)
-            made.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(folder / "library.so", half := made.with_suffix(f".{os.getpid()}"))
-            half.replace(made)
-        return module._functions(made)
+        of_kernels = module.definitions(dtype, head_size, exact)
+        objects = [compiled(folder, file, of_kernels) for file in ("forward.cu", "backward.cu")]
+        linked = folder / "library.so"
+        run(["g++", "-shared", *objects, compiled(folder, "emulator.cpp", []), "-o", linked], folder)
+        return module._functions(linked)
+
+
+def compiled(folder: Path, file: str, definitions: list[str]) -> Path:
+    """An object of a source and the headers beside it, made once for all test processes."""
+    command = ["g++", "-O1", "-std=c++17", "-w", "-fno-strict-aliasing", "-fPIC", *definitions, "-x", "c++", "-c", file]
+    sources = [path for path in sorted(folder.iterdir()) if path.name == file or path.suffix in (".h", ".cuh")]
+    content = repr((command, [path.read_bytes() for path in sources]))
+    made = BUILT / f"{hashlib.sha256(content.encode()).hexdigest()}.o"
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        run([*command, "-o", half := made.with_suffix(f".{os.getpid()}")], folder)
+        half.replace(made)
+    return made
+
+
+def run(command: list[Any], folder: Path) -> None:
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if built.returncode != 0:
+        raise RuntimeError(built.stderr)

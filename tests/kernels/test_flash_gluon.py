@@ -56,10 +56,19 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launch_in_gluon(monkeypatch)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    "n_q, n_k, d",
-    [(1, 1, 128), (65, 65, 80), (130, 300, 64), (300, 130, 96), (1, 257, 128), (257, 1, 40), (520, 520, 128)],
+    "n_q, n_k, d, is_causal",
+    [
+        (1, 1, 128, False),
+        (65, 65, 80, True),
+        (130, 300, 64, False),
+        (130, 300, 64, True),
+        (300, 130, 96, False),
+        (300, 130, 96, True),
+        (1, 257, 128, True),
+        (257, 1, 40, False),
+        (520, 520, 128, True),
+    ],
 )
 def test_both_passes_equal_the_truth(n_q: int, n_k: int, d: int, is_causal: bool, launched: list[str]) -> None:
     case = Case(n_q, n_k, d, leading=(1, 3), is_causal=is_causal)  # the interpreter takes the heads in groups of two
@@ -128,7 +137,7 @@ def test_the_interpreter_finds_missing_waits(fault: str, d: int, monkeypatch: py
     monkeypatch.setattr(gluon_interpreter, "LAG", 0.002)
     launch_in_gluon(monkeypatch, FAULTS[fault])
     with pytest.raises(AssertionError):
-        check_case(flash_triton.flash_triton, Case(650, 300, d), torch.bfloat16, "cpu")
+        check_case(flash_triton.flash_triton, Case(450, 300, d, leading=()), torch.bfloat16, "cpu")
 
 
 @pytest.mark.usefixtures("launched")

@@ -14,6 +14,7 @@ from cs336_systems.kernels.attention.function import Saved
 from tests.kernels.attention_cases import (
     CASES,
     NAMES,
+    QUICK_CASES,
     Case,
     FlashKernelTests,
     KernelTests,
@@ -25,15 +26,21 @@ from tests.kernels.attention_cases import (
 
 
 class TestFlashTorch(FlashKernelTests):
+    """A tile holds everything at the lengths of the cases."""
+
     name = "flash_torch"
     function = flash_torch.FlashAttentionTorch
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    cases = QUICK_CASES
+    random_examples = 10
 
 
 class TestFlashTorchOfManyTiles(KernelTests):
-    """At the lengths of the cases a tile would hold everything; here it is 16 x 16."""
+    """Tiles of 16 x 16. The compiler of a model does not see them, so it has nothing to do here."""
 
     name = "flash_torch"
+    random_examples = 10
+    test_compiles_with_a_model_without_graph_break = None
 
     @pytest.fixture(autouse=True)
     def _smallest_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +62,7 @@ def test_gradients_equal_finite_differences(
     n_q: int, n_k: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 1})
-    q, k, v = (torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True) for n in (n_q, n_k, n_k))
+    q, k, v = (torch.randn(1, n, 2, dtype=torch.float64, requires_grad=True) for n in (n_q, n_k, n_k))
     assert torch.autograd.gradcheck(lambda *x: flash_torch.flash_torch(*x, is_causal), (q, k, v))
 
 
@@ -122,8 +129,7 @@ def test_backward_in_one_function_equals_the_truth(case: Case) -> None:
     check_backward(case, torch.float32, flash_torch.compiled_backward)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_causal, dtype", [(True, torch.float32), (False, torch.bfloat16)])
 def test_backward_in_one_function_equals_the_truth_compiled(
     is_causal: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,9 +68,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "case",
     [
-        Case(65, 130, 16, leading=(2, 3), is_causal=True),
+        Case(65, 70, 16, leading=(2, 3), is_causal=True),
         Case(130, 65, 40),
-        Case(129, 129, 64, leading=(2, 2), layout="heads_inside", is_causal=True, expanded_dO=True),
+        Case(129, 129, 64, leading=(1, 2), layout="heads_inside", is_causal=True, expanded_dO=True),
         Case(33, 40, 59, is_causal=True, needs="q"),
         Case(40, 33, 16, is_causal=True, needs="kv"),
     ],
@@ -340,10 +340,15 @@ def test_descriptors_are_for_gradients_that_tma_can_move(chosen_on: Any) -> None
 
 
 HASHES = """
-import sys
+import os, sys
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.launch import Launch
-first, *others = (getattr(kernels, name) for name in sys.argv[1:])
+names = sys.argv[1:]
+if child := os.fork():  # the other order, where nothing has been first yet
+    os.waitpid(child, 0)
+else:
+    names.reverse()
+first, *others = (getattr(kernels, name) for name in names)
 constants = dict.fromkeys(name for name in first.arg_names if name not in ("q_", "k_", "v_"))
 Launch(first, 1, constants, {}, 4, 1)
 assert all(each.hash is not None for each in others)
@@ -355,12 +360,10 @@ print(*sorted(keys.items()))
 def test_the_name_of_a_kernel_in_the_cache_does_not_depend_on_which_was_first() -> None:
     """In Triton 3.6 it does. Two kernels compile at once, so a cached kernel was sometimes compiled again."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    names = ["forward_kernel", "dq_kernel", "dkv_kernel", "backward_kernel"]
-    found = [
-        subprocess.run([sys.executable, "-c", HASHES, *order], env=environ, capture_output=True, text=True, check=True)
-        for order in (names, names[::-1])
-    ]
-    assert found[0].stdout == found[1].stdout != ""
+    program = [sys.executable, "-c", HASHES, "forward_kernel", "dq_kernel", "dkv_kernel", "backward_kernel"]
+    ran = subprocess.run(program, env=environ, capture_output=True, text=True, check=True)
+    one, other = ran.stdout.splitlines()
+    assert one == other
 
 
 FIRST_CALL = """

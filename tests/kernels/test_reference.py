@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336_systems.kernels.attention import reference
 from cs336_systems.kernels.attention.reference import attention_with_logsumexp, naive, vectorized_torch
-from tests.kernels.attention_cases import Case, KernelTests, check_case
+from tests.kernels.attention_cases import QUICK_CASES, Case, KernelTests, check_case
 
 ALL_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -58,11 +58,15 @@ def test_truth_computes_in_float32_also_under_autocast(dtype: torch.dtype) -> No
 class TestNaive(KernelTests):
     name = "naive"
     dtypes = ALL_DTYPES
+    cases = QUICK_CASES
+    random_examples = 10
 
 
 class TestVectorizedTorch(KernelTests):
     name = "vectorized_torch"
     dtypes = ALL_DTYPES
+    cases = QUICK_CASES
+    random_examples = 10
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """Small models with everything that data parallelism has to cope with, trained on ranks and in one process."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], **toler
         torch.testing.assert_close(actual[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
-def assert_ranks_equal(states: list[dict[str, Tensor]]) -> None:
+def assert_ranks_equal(states: Sequence[dict[str, Tensor]]) -> None:
     """To the last bit."""
     for other in states[1:]:
         assert [name for name, tensor in states[0].items() if not torch.equal(tensor, other[name])] == []

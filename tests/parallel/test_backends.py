@@ -1,6 +1,8 @@
 """Every transfer, strategy and checkpoint in process groups of any backend, with tensors on the CPU and on GPUs."""
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +120,29 @@ def every_variant() -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """The losses of one process on a device."""
+
+    @functools.cache
+    def train(device: str) -> list[dict[str, Any]]:
+        root = tmp_path_factory.mktemp("alone")
+        run_and_resume(str(root), device, {})
+        return loss_rows(make_config(root))
+
+    return train
+
+
 @pytest.mark.parametrize("backend, device, variant", every_variant(), ids=str)
-def test_training(backend: str, device: str, variant: dict[str, Any], tmp_path: Path) -> None:
+def test_training(
+    backend: str,
+    device: str,
+    variant: dict[str, Any],
+    alone: Callable[[str], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
     run_ranks(run_and_resume, 2, str(tmp_path), device, variant, device=device, backend=backend)
-    run_and_resume(str(tmp_path / "alone"), device, {})
-    rows, right = (loss_rows(make_config(root)) for root in (tmp_path, tmp_path / "alone"))
+    rows, right = loss_rows(make_config(tmp_path)), alone(device)
     assert len(rows) == 6
     for row, wanted in zip(rows, right, strict=True):
         assert row == pytest.approx(wanted, rel=1e-3)

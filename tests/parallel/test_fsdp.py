@@ -62,17 +62,15 @@ def train_prepared(*args: Any, how: str, **given: Any) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@MODELS
+@pytest.mark.parametrize("model, world_size", [("awkward", 1), ("awkward", 4), ("transformer", 2)])
 @NAMES
 def test_equals_one_process(name: str, model: str, world_size: int) -> None:
     check_training(name, model, world_size)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
 @NAMES
-def test_accumulation(name: str, micro_batches: int) -> None:
-    check_training(name, "awkward", micro_batches=micro_batches, make_optimizer=sgd)
+def test_accumulation(name: str) -> None:
+    check_training(name, "awkward", micro_batches=4, make_optimizer=sgd)
 
 
 @MODELS
@@ -84,10 +82,18 @@ def test_prefetching_and_weights_that_stay_whole_change_no_bit(model: str) -> No
 
 
 @pytest.mark.parametrize(
-    "how",
-    [pytest.param("aot_eager", marks=pytest.mark.slow), "aot_eager before", "checkpoint", "aot_eager checkpoint"],
+    "name, how",
+    [
+        ("fsdp", "aot_eager before"),
+        ("fsdp", "aot_eager checkpoint"),
+        ("fsdp", "checkpoint"),
+        ("fsdp_simple", "aot_eager checkpoint"),
+        pytest.param("fsdp", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("fsdp_simple", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("fsdp_simple", "aot_eager before", marks=pytest.mark.slow),
+        pytest.param("fsdp_simple", "checkpoint", marks=pytest.mark.slow),
+    ],
 )
-@NAMES
 def test_blocks_that_are_compiled_or_checkpointed(name: str, how: str) -> None:
     check_training(name, "transformer", train=train_prepared, how=how, micro_batches=2)
 
@@ -98,15 +104,14 @@ def test_blocks_compiled_by_inductor() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, world_size",
     [
-        {"compute_dtype": torch.bfloat16},
-        {"compute_dtype": torch.bfloat16, "grad_dtype": torch.float32},
-        {"grad_dtype": torch.bfloat16},
+        ({"compute_dtype": torch.bfloat16}, 4),
+        ({"compute_dtype": torch.bfloat16, "grad_dtype": torch.float32}, 2),
+        ({"grad_dtype": torch.bfloat16}, 2),
     ],
     ids=["compute", "compute, gradients float32", "gradients"],
 )
-@pytest.mark.parametrize("world_size", [2, 4])
 @NAMES
 def test_bf16(name: str, options: dict[str, Any], world_size: int) -> None:
     state, *_ = check_training(name, "transformer", world_size, sgd, tolerance=IN_BF16, **options)
@@ -216,10 +221,9 @@ def test_the_next_group_is_prefetched_and_at_most_two_are_unsharded(world_size: 
     assert most == 2
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_that_stay_whole_for_backward_are_gathered_once(world_size: int) -> None:
-    again = run_ranks(record_steps, world_size)[0]
-    most, first, second, evaluation = run_ranks(record_steps, world_size, False)[0]
+def test_weights_that_stay_whole_for_backward_are_gathered_once() -> None:
+    again = run_ranks(record_steps, 2)[0]
+    most, first, second, evaluation = run_ranks(record_steps, 2, False)[0]
     at = again[1].index("forward lm_head") + 1
     forward, backward = again[1][:at], [event for event in again[1][at:] if not event.startswith("gather")]
     assert first == second == forward + backward

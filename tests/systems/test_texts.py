@@ -239,7 +239,7 @@ def test_random_tokens_are_never_too_few_for_a_sequence(two_texts: Path) -> None
 # NUL characters
 
 
-@pytest.mark.parametrize("place, count", [(0, 1), (5_000, 1), (2_500_000, 1), (5_000, 50_000), (2_500_000, 50_000)])
+@pytest.mark.parametrize("place, count", [(0, 1), (5_000, 1), (5_000, 50_000), (2_500_000, 50_000)])
 def test_nul_characters_are_text_wherever_they_are(two_texts: Path, place: int, count: int) -> None:
     text = TEXT * (1 + place // len(TEXT))
     text = text[:place] + "\0" * count + text[place:]

@@ -90,12 +90,19 @@ def bytes_of_a_step(config: RunConfig) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize(
-    "strategy, shard",
-    [("naive", False), ("naive", True), ("fsdp", False), ("fsdp_simple", False), ("torch_ddp", False),
-     ("torch_fsdp", False)],
-)  # fmt: skip
+    "strategy, shard, chunk",
+    [
+        ("naive", False, None),
+        ("naive", True, 5),
+        ("fsdp", False, None),
+        ("fsdp", False, 5),
+        ("fsdp_simple", False, None),
+        ("torch_ddp", False, None),
+        ("torch_ddp", False, 5),
+        ("torch_fsdp", False, 5),
+    ],
+)
 def test_the_planner_knows_weights_gradients_and_state(strategy: str, shard: bool, chunk: int | None) -> None:
     config = config_of(parallel=dict(strategy=strategy, shard_optimizer=shard), loss_chunk_tokens=chunk)
     shape, matrices = config.model.shape, matmul_parameters(config.model.shape)
@@ -232,8 +239,11 @@ def losses_of(config: RunConfig) -> list[float]:
         return [trainer.train_step()["loss"] for _ in range(5)]
 
 
-@pytest.mark.parametrize("grad_dtype", ["same", "fp32"])
-@pytest.mark.parametrize("train", [{}, dict(gradient_accumulation_steps=4), dict(loss_chunk_tokens=5)], ids=str)
+@pytest.mark.parametrize(
+    "train, grad_dtype",
+    [({}, "same"), (dict(gradient_accumulation_steps=4), "fp32"), (dict(loss_chunk_tokens=5), "same")],
+    ids=str,
+)
 def test_pytorchs_ddp_takes_float32_weights_and_trains_alike(train: dict[str, Any], grad_dtype: str) -> None:
     ours, theirs = (
         run_ranks(losses_of, 2, config_of(parallel=dict(strategy=strategy, grad_dtype=grad_dtype), **train))[0]

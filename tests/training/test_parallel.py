@@ -24,10 +24,15 @@ VARIANTS = [(name, False) for name in STRATEGIES] + [(name, True) for name in DD
 
 
 def every_variant(first: Any, second: Any) -> list[Any]:
-    """All with the first value, some with the second too; the others with -m slow: tests/parallel has how they send."""
+    """Most with the first value, some with the second too; the others with -m slow: tests/parallel has how they send.
+
+    A sharded optimizer is the same under each strategy that leaves the weights whole: bucketed has it here.
+    """
     some = [("bucketed", True), ("fsdp", False)]
-    others = [pytest.param(*v, second, marks=() if v in some else pytest.mark.slow) for v in VARIANTS]
-    return [(*variant, first) for variant in VARIANTS] + others
+    slow = [(variant, first) for variant in VARIANTS if variant[1] is True and variant not in some]
+    slow += [(variant, second) for variant in VARIANTS if variant not in some]
+    every = [(variant, value) for value in (first, second) for variant in VARIANTS]
+    return [pytest.param(*v, value, marks=pytest.mark.slow if (v, value) in slow else ()) for v, value in every]
 
 
 def config_of(strategy: str = "auto", shard_optimizer: bool | str = False, **train: Any) -> RunConfig:
