@@ -33,11 +33,10 @@ _MEMORY = ("checkpointing", "optimizer-sharding", "fsdp-accounting")
 """Cases whose rows have a prediction of the planner's memory."""
 _KEYS = {
     **{case: view.keys for case, view in VIEWS.items()},
-    "ddp": ("compile", "devices", "size", "context_length", "batch_size", "precision"),
     "profile-kernels": ("size", "context_length", "batch_size", "precision", "compile", "attention", "optimizer"),
 }
 """The fields that tell settings of a case apart, beside the variant."""
-_NAMED_BY_VARIANT = ("variant", "bucket_size_mb", "cuda_graph")
+_NAMED_BY_VARIANT = ("variant", "bucket_size_mb", "cuda_graph", "nccl_max_ctas")
 """Fields in which the variants of one launch may differ."""
 
 

@@ -1,14 +1,17 @@
-"""Views of the attention cases `attention`, `flash`, `kernels` and `leaderboard-2025`, and the table of `kernels`."""
+"""Views of the attention cases, and the heat map of `attention-sweep`."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row
 from ..machine.hardware import DTYPES
-from .fields import get, number
-from .markdown import markdown_table
-from .selection import OUTCOMES
+from .fields import get
+from .pictures import save_picture
+from .plots import put_title
+from .selection import OUTCOMES, common_facts, grouped
 from .spec import Column, Plot, View
 
 PEERS = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "fa4")
@@ -40,11 +43,11 @@ def fastest(rows: Sequence[Row], metric: str, field: str, *references: Any) -> C
         config = sorted((name, str(value)) for name, value in row.config.items() if name != field)
         return f"{config} {[row.env.get(name) for name in ('gpu', 'driver', 'cuda', 'torch', 'triton')]}"
 
-    best: dict[str, Row] = {}
+    known: dict[str, dict[Any, Row]] = {}
     for row in rows:
         if row.status == "ok" and row.config.get(field) in references:
-            best[others(row)] = min(best.get(others(row), row), row, key=lambda each: _median(each, metric))
-    return lambda row: best.get(others(row))
+            known.setdefault(others(row), {})[row.config[field]] = row  # the last one, if it was measured again
+    return lambda row: min(known.get(others(row), {}).values(), key=lambda each: _median(each, metric), default=None)
 
 
 def _median(row: Row, metric: str) -> float:
@@ -63,6 +66,49 @@ def _against_naive_and_peers(rows: Sequence[Row]) -> list[Row]:
     return with_speedups(rows, "forward_backward_ms", "over_best_peer", "kernel", *PEERS)
 
 
+def _as_tiers(rows: Sequence[Row]) -> list[Row]:
+    """Rows of `attention-sweep` with the tier as on the command line, and their speed-up over naive attention."""
+    named = [replace(row, config={**row.config, "tier": ":".join(map(str, row.config["tier"]))}) for row in rows]
+    return with_speedups(named, "forward_ms", "forward_speedup", "kernel", "naive")
+
+
+def draw_heatmap(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw kernels over tiers: the median in ms, and the speed-up over naive attention as colour and number.
+
+    The picture has only the rows with the last row's setting.
+    """
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+    drawn = next(group for group in grouped(rows, _SWEEP_KEYS) if rows[-1] in group)
+    cells = {(row.config["kernel"], row.config["tier"]): row for row in drawn}
+    kernels, tiers = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    ratios = {place: ratio for place, row in cells.items() if (ratio := _SPEEDUP.value(row))}
+    logs = {place: math.log2(ratio) for place, ratio in ratios.items()}
+    low, high = math.floor(min(-1.0, *logs.values(), 0.0)), math.ceil(max(1.0, *logs.values(), 0.0))
+    largest = max(-low, high)
+    figure = Figure(figsize=(2.4 + 1.0 * len(tiers), 1.6 + 0.7 * len(kernels)), layout="constrained")
+    axes = figure.subplots()
+    colors = [[logs.get((kernel, tier), math.nan) for tier in tiers] for kernel in kernels]
+    image = axes.imshow(colors, cmap="PuOr", norm=Normalize(-largest, largest), aspect="auto")
+    for place, row in cells.items():
+        lines = [f"{_FORWARD.value(row):.3g} ms"] if row.status == "ok" else OUTCOMES[row.status].split(" ", 2)
+        lines += [f"{ratios[place]:.2f}x"] if place in ratios else []
+        color = "white" if abs(logs.get(place, 0.0)) > 0.6 * largest else "black"  # white on dark cells
+        x, y = tiers.index(place[1]), kernels.index(place[0])
+        axes.text(x, y, "\n".join(lines), ha="center", va="center", fontsize=8, color=color)
+    axes.set_xticks(range(len(tiers)), tiers)
+    axes.set_yticks(range(len(kernels)), kernels)
+    axes.set_xlabel("tier (queries:keys)")
+    axes.spines[:].set_visible(False)
+    bar = figure.colorbar(image, label="times as fast as naive")
+    bar.ax.set_ylim(low, high)
+    ticks = list(range(low, high + 1))
+    bar.set_ticks(ticks, labels=[f"{2.0**tick:.3g}" for tick in ticks])
+    put_title(figure, f"median of the forward pass; {common_facts(drawn, _SWEEP_KEYS)[0].replace('_', ' ')}")
+    return [save_picture(figure, folder / "attention-sweep-heatmap.png")]
+
+
 _FORWARD, _BACKWARD = (Column(f"{phase} (ms)", f"{phase}_ms.p50", ".4g") for phase in ("forward", "backward"))
 _BOTH = Column("both (ms)", "forward_backward_ms.p50", ".4g")
 _BOTH_TFLOPS = Column("both (TFLOP/s)", "forward_backward_tflops", ".3g")
@@ -70,6 +116,9 @@ _TFLOPS = (*(Column(f"{phase} (TFLOP/s)", f"{phase}_tflops", ".3g") for phase in
 _SUM = replace(_BOTH, name="forward + backward (ms)")
 _SUM_TFLOPS = replace(_BOTH_TFLOPS, name="forward + backward (TFLOP/s)")
 _BEFORE_BACKWARD = Column("in use before backward (GiB)", "memory_before_backward_bytes", ".3g", 2**30)
+
+_SPEEDUP = Column("times as fast as naive", "forward_speedup")
+_SWEEP_KEYS = ("dtype", "is_causal", "batch_size", "num_heads", "head_size")
 
 ATTENTION_VIEWS: dict[str, View] = {
     "attention": View(
@@ -149,54 +198,16 @@ ATTENTION_VIEWS: dict[str, View] = {
             ),
         ),
     ),
+    "attention-sweep": View(
+        keys=(*_SWEEP_KEYS, "tier", "kernel"),
+        columns=(
+            _FORWARD,
+            *(Column(f"{name} (ms)", f"forward_ms.{name}", ".4g") for name in ("p20", "p80", "mean", "std")),
+            Column("TFLOP/s", "forward_tflops", ".1f"),
+            _SPEEDUP,
+        ),
+        plots=(Plot(name="forward", y=_FORWARD, x="tier", lines=("kernel",), kind="bar", log="y"),),
+        derive=_as_tiers,
+        more=draw_heatmap,
+    ),
 }
-
-
-def attention_table(rows: Sequence[Row]) -> str:
-    """The table of `kernels`: for each type, mask and device a line per kernel and a column per shape, twice.
-
-    The first table has medians of the phases, the second the time of the handout's call, memory and start-up.
-    """
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        config, device = row.config, row.config.get("device")
-        is_causal = config.get("is_causal")
-        mask = None if is_causal is None else "causal" if is_causal else "not causal"
-        on = "CPU" if device == "cpu" else row.env.get("gpu") or device
-        setting = "".join(f"{part}, " for part in (config.get("dtype"), mask, on) if part is not None)
-        groups.setdefault(setting, []).append(row)
-    parts = []
-    for setting, group in groups.items():
-        parts += [
-            f"{setting}medians of forward / backward / both in ms (TFLOP/s of both):",
-            _kernels_by_shapes(group, _times),
-            f"{setting}`attention(q, k, v).sum().backward()` in ms / memory beyond q, k, v, o and their gradients in "
-            "MiB / first call with its compilation in s:",
-            _kernels_by_shapes(group, _call_memory_and_startup),
-        ]
-    return "\n\n".join(parts)
-
-
-def _kernels_by_shapes(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    # The last one, if a row was measured again.
-    cells = {(row.variant, "x".join(map(str, row.config["shape"]))): cell(row) for row in rows}
-    kernels, shapes = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    lines = [(kernel, *(cells.get((kernel, shape), "-") for shape in shapes)) for kernel in kernels]
-    return markdown_table(["B x H x N x D", *shapes], lines)
-
-
-def _times(row: Row) -> str:
-    if row.status != "ok":
-        refused = (row.error or "").startswith("ValueError:")  # raised by a kernel that does not support the shape
-        return "not served" if refused else OUTCOMES[row.status]
-    times = (number(row, f"metrics.{phase}_ms.p50", ".3g") for phase in ("forward", "backward", "forward_backward"))
-    return f"{' / '.join(times)} ({number(row, 'metrics.forward_backward_tflops', '.3g')})"
-
-
-def _call_memory_and_startup(row: Row) -> str:
-    if row.status != "ok":
-        return "-"
-    call = number(row, "metrics.forward_sum_backward_ms.p50", ".3g")
-    on_gpu = "extra_memory_bytes" in row.metrics
-    memory = number(row, "metrics.extra_memory_bytes", ",.1f", 2**20) if on_gpu else "n/a"
-    return f"{call} / {memory} / {number(row, 'metrics.first_call_s', '.1f')}"

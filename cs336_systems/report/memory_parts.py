@@ -15,11 +15,11 @@ from ..planner.rows import is_of_cpu, training_job, workload_job
 from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import put_title
-from .selection import OUTCOMES, common_facts, grouped, job_on_ranks, label, latest
+from .selection import OUTCOMES, common_facts, grouped, label, latest
 from .spec import Column, View
+from .strategy_tables import SETTING
 
-_SETTING = ("devices", "size", "context_length", "batch_size", "precision", "compile")
-_KEYS = (*_SETTING, "variant")
+_KEYS = (*SETTING, "variant")
 _COLORS = dict(
     zip(PARTS, (COLORS[c] for c in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER)), strict=True)
 )
@@ -27,7 +27,7 @@ _COLORS = dict(
 
 def memory_parts_table(rows: Sequence[Row]) -> str:
     """For each machine and setting: memory by part and moment, savings over the first variant, and all gathers."""
-    return "\n\n".join(_setting_tables(group) for group in grouped(latest(rows, _KEYS), _SETTING))
+    return "\n\n".join(_setting_tables(group) for group in grouped(latest(rows, _KEYS), SETTING))
 
 
 def predicted_today(rows: Sequence[Row]) -> list[Row]:
@@ -48,11 +48,9 @@ def predicted_today(rows: Sequence[Row]) -> list[Row]:
 def _setting_tables(rows: Sequence[Row]) -> str:
     done = [row for row in rows if row.status == "ok"]
     unit, size = _unit(max((row.metrics["peak_memory_bytes"] for row in done), default=0))
-    compiled = "compiled" if rows[0].config["compile"] else "eager"
     parts = [
-        f"{job_on_ranks(rows[0])}, {compiled}; "
-        f"{unit} of the process with most memory; peak: since the previous moment; predicted: the largest size of "
-        "each part, and the peak of all together:",
+        f"{common_facts(rows, SETTING)[0]}; {unit} of the process with most memory; peak: since the previous moment; "
+        "predicted: the largest size of each part, and the peak of all together:",
         _moments_table(done, size),
         _savings_table(rows, unit, size),
     ]

@@ -22,13 +22,6 @@ def machine(row: Row) -> str:
     return f"CPU, {row.env.get('cpu_threads')} threads" if is_of_cpu(row) else str(row.env["gpu"])
 
 
-def job_on_ranks(row: Row) -> str:
-    """The setting of a step on several ranks: "2 x NVIDIA H200, xl, 4 x 512 per process, bf16"."""
-    c = row.config
-    batch = f"{c['batch_size']} x {c['context_length']} per process"
-    return f"{c['devices']} x {machine(row)}, {c['size']}, {batch}, {c['precision']}"
-
-
 def value_of(row: Row, name: str) -> Any:
     """A field of a row's configuration, or its machine."""
     return machine(row) if name == MACHINE else row.config.get(name)

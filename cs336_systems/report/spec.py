@@ -75,7 +75,5 @@ class View:
     """A text below the table, written once if all rows agree."""
     details: Callable[[Row], str] | None = None
     """Text below the table for each successful row."""
-    write: Callable[[Sequence[Row], Path], list[Path]] | None = None
-    """Writes the case's own files instead of the table and the plots."""
     more: Callable[[Sequence[Row], Path], list[Path]] | None = None
     """Writes further files beside the table and the plots."""

@@ -20,10 +20,11 @@ from .markdown import markdown_table
 from .pictures import save_picture
 from .selection import common_facts
 from .spec import Column, View
+from .strategy_tables import SETTING, STREAMS
 
 logger = logging.getLogger(__name__)
 COLORS = {"compute": "#1f77b4", "communication": "#d62728"}
-_KEYS = ("size", "devices", "context_length", "batch_size", "precision", "compile", "variant")
+_KEYS = (*SETTING, "variant")
 
 
 def read_streams(path: Path) -> Streams:
@@ -115,14 +116,7 @@ def nsys_command(row: Row) -> str:
 
 VIEW = View(
     keys=_KEYS,
-    columns=(
-        Column("step (ms)", "step_ms.p50"),
-        Column("profiled: first to last (ms)", "span_ms"),
-        Column("computing (ms)", "compute_ms"),
-        Column("communicating (ms)", "communication_ms"),
-        Column("both (ms)", "both_ms"),
-        Column("overlapped", "overlapped", ".0%"),
-    ),
+    columns=(Column("step (ms)", "step_ms.p50"), *STREAMS),
     details=lambda row: (
         f"To record the step of {row.variant} with Nsight Systems instead:\n\n```bash\n{nsys_command(row)}\n```"
     ),

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from ..bench.row import Row, read_rows
 from ..machine.files import write_whole
-from . import memory_parts, memory_profiles, step_streams, strategy_tables, sweep_reports
-from .attention_tables import ATTENTION_VIEWS, attention_table
+from . import memory_parts, memory_profiles, step_streams, strategy_tables
+from .attention_tables import ATTENTION_VIEWS
 from .fields import naming_the_files
 from .kernel_profiles import kernels_table
 from .markdown import markdown_table
@@ -27,6 +27,11 @@ _PEAK = Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30)
 _RATES = (Column("tokens/s", "tokens_per_s", ",.0f"), Column("MFU", "mfu", ".1%"))
 _CALL = Column("a call (ms)", "time_ms.p50", ".4g")
 _BUS = Column("bus (GB/s)", "bus_bytes_per_s", ".4g", 10**9)
+_OF_RUNS = {
+    "time": Column("an epoch (s)", "epoch_s", ".4g"),
+    "memory": Column("peak memory of a process (GiB)", "peak_memory_bytes", ".3g", 2**30),
+    "throughput": _RATES[0],
+}
 _MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
                "activation_checkpointing", "optimizer", "warmup")  # fmt: skip
 
@@ -183,8 +188,22 @@ VIEWS: dict[str, View] = {
         ),
     ),
     **ATTENTION_VIEWS,
-    "attention-sweep": sweep_reports.ATTENTION_SWEEP,
-    "lm-matrix": sweep_reports.LM_MATRIX,
+    "lm-matrix": View(
+        keys=("size", "d_model", "num_layers", "vocab_size", "context_length", "batch_size", "precision", "compile",
+              "devices", "train_path", "epochs", "max_steps", "lr", "seed", "device", "kernel", "strategy"),
+        columns=(
+            Column("final loss", "final_loss", ".5f"),
+            Column("differs by", "loss_difference", ".1e"),
+            Column("first gradient norms differ by", "norm_difference", ".1e"),
+            Column("last training loss", "train_loss", ".5f"),
+            Column("steps", "steps", ".0f"),
+            *_OF_RUNS.values(),
+            _STEP,
+            Column("start-up (s)", "startup_s", ".1f"),
+        ),
+        plots=tuple(Plot(name=name, y=y, x="kernel", lines=("strategy",), kind="bar") for name, y in _OF_RUNS.items()),
+    ),
+    "ddp": strategy_tables.DDP,
     "bucket-size": strategy_tables.BUCKET_SIZE,
     "overlap-trace": step_streams.VIEW,
     "optimizer-sharding": memory_parts.VIEW,
@@ -194,12 +213,9 @@ VIEWS: dict[str, View] = {
 
 
 _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "ddp": strategy_tables.ddp_table,
-    "kernels": attention_table,
     "optimizer-sharding": memory_parts.memory_parts_table,
     "fsdp-accounting": memory_parts.memory_parts_table,
     "profile-kernels": kernels_table,
-    "profile-memory": memory_profiles.memory_table,
 }
 """Cases whose table is not simply a line for each row."""
 
@@ -215,15 +231,12 @@ def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
 def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) -> list[Path]:
     """Write a table (.md, .csv) and plots (.png) for each case into a folder; return the files.
 
-    A case with its own `write` gets the files of that instead. Empty plots are left out. `swept` is as in `rows_table`.
+    Empty plots are left out. `swept` is as in `rows_table`.
     """
     files = []
     for case, own in _by_case(rows).items():
         view = _view(case, swept)
-        shown = view.derive(latest(own, view.keys)) if view else []
-        if view and view.write:
-            files += view.write(shown, folder)
-            continue
+        shown = latest(view.derive(own), view.keys) if view else []
         files.append(write_whole(folder / f"{case}.md", _case_table(own, swept) + "\n"))
         if view:
             files.append(write_whole(folder / f"{case}.csv", csv_text(shown, view)))
@@ -252,7 +265,7 @@ def _case_table(rows: Sequence[Row], swept: Sequence[str]) -> str:
     view = _view(case, swept)
     if view is None:
         raise ValueError(f"a row has case {case!r}: it must be one of {', '.join({**_TABLES, **VIEWS})}")
-    return table(view.derive(latest(rows, view.keys)), view)
+    return table(latest(view.derive(rows), view.keys), view)
 
 
 def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:

@@ -122,7 +122,7 @@ def test_savings_compare_with_the_first_variant() -> None:
         return Row(case="fsdp-accounting", variant=variant, config=config, metrics=metrics, env={"gpu": "A"})
 
     table = rows_table([row("overlap", 40, 42), row("fsdp", 20, 21)])
-    assert "2 x A, xl, 4 x 512 per process, bf16, eager; GiB" in table
+    assert "A; size xl; devices 2; context_length 512; batch_size 4; precision bf16; compile no; GiB" in table
     assert "| overlap | 10.0 | 40.00 | 42.00 | +5.0% | - | - |" in table
     assert "| fsdp | 10.0 | 20.00 | 21.00 | +5.0% | 20.00 | 21.00 |" in table
     assert "| fsdp | after the step | 1.00 | 20.00 | 0 | 1.00 | 0 | 0 | 0 | 0 |" in table

@@ -194,8 +194,8 @@ def test_every_plot_uses_fields_of_its_view() -> None:
 
 
 DAMAGED = {
-    "has no step": (dict(case="ddp", config=ROWS[0].config | {"devices": 2, "precision": "bf16"}), "step_ms"),
-    "has no shape": (dict(case="kernels", config={}), "shape"),
+    "has no spans": (dict(case="profile-kernels", config=ROWS[0].config | {"precision": "bf16"}), "attention"),
+    "has no tier": (dict(case="attention-sweep", config={}), "tier"),
     "has text for a number": (
         dict(case="model", config={}, metrics={"step_ms": {"p50": 1}, "mfu": "fast"}),
         "fast|format",
