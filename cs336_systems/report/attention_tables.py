@@ -1,7 +1,7 @@
 """Views of the attention cases, and the heat map of `attention-sweep`."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,49 +20,32 @@ PEERS = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "fa4")
 def with_speedups(rows: Sequence[Row], metric: str, name: str, field: str, *references: Any) -> list[Row]:
     """Rows with a further metric `name`: the median of `metric` of the fastest reference, divided by the row's own.
 
-    The references of a row are the rows of `fastest`. A row without any gets no such metric.
-    """
-    reference = fastest(rows, metric, field, *references)
-    found = []
-    for row in rows:
-        best = reference(row) if row.status == "ok" else None
-        if best is not None:
-            row = replace(row, metrics={**row.metrics, name: _median(best, metric) / _median(row, metric)})
-        found.append(row)
-    return found
-
-
-def fastest(rows: Sequence[Row], metric: str, field: str, *references: Any) -> Callable[[Row], Row | None]:
-    """A function from a row to its reference with the lowest median of `metric`, or to None.
-
     The references of a row have one of `references` as their `field`, and the row's own value of every other field,
-    machine and version.
+    machine and version. A row without any gets no such metric.
     """
 
     def others(row: Row) -> str:
         config = sorted((name, str(value)) for name, value in row.config.items() if name != field)
         return f"{config} {[row.env.get(name) for name in ('gpu', 'driver', 'cuda', 'torch', 'triton')]}"
 
-    known: dict[str, dict[Any, Row]] = {}
+    known: dict[str, dict[Any, float]] = {}
     for row in rows:
-        if row.status == "ok" and row.config.get(field) in references:
-            known.setdefault(others(row), {})[row.config[field]] = row  # the last one, if it was measured again
-    return lambda row: min(known.get(others(row), {}).values(), key=lambda each: _median(each, metric), default=None)
+        if row.status == "ok" and row.config.get(field) in references and metric in row.metrics:
+            # The last one, if it was measured again.
+            known.setdefault(others(row), {})[row.config[field]] = get(row, f"metrics.{metric}.p50")
+    found = []
+    for row in rows:
+        if row.status == "ok" and metric in row.metrics and (times := known.get(others(row))):
+            faster = min(times.values()) / get(row, f"metrics.{metric}.p50")
+            row = replace(row, metrics={**row.metrics, name: faster})
+        found.append(row)
+    return found
 
 
-def _median(row: Row, metric: str) -> float:
-    return get(row, f"metrics.{metric}.p50")
-
-
-def _against_eager(rows: Sequence[Row]) -> list[Row]:
-    for phase in ("forward", "backward"):
-        rows = with_speedups(rows, f"{phase}_ms", f"{phase}_speedup", "compile", False)
-    return list(rows)
-
-
-def _against_naive_and_peers(rows: Sequence[Row]) -> list[Row]:
+def _against(rows: Sequence[Row], field: str, reference: Any) -> list[Row]:
+    """Rows with the speed-up of each pass over the reference, and over the fastest peer."""
     for phase in ("forward", "backward", "forward_backward"):
-        rows = with_speedups(rows, f"{phase}_ms", f"{phase}_speedup", "kernel", "naive")
+        rows = with_speedups(rows, f"{phase}_ms", f"{phase}_speedup", field, reference)
     return with_speedups(rows, "forward_backward_ms", "over_best_peer", "kernel", *PEERS)
 
 
@@ -117,6 +100,7 @@ _SUM = replace(_BOTH, name="forward + backward (ms)")
 _SUM_TFLOPS = replace(_BOTH_TFLOPS, name="forward + backward (TFLOP/s)")
 _BEFORE_BACKWARD = Column("in use before backward (GiB)", "memory_before_backward_bytes", ".3g", 2**30)
 
+_SUM_MEAN = Column("mean (ms)", "forward_sum_backward_ms.mean", ".3f")
 _SPEEDUP = Column("times as fast as naive", "forward_speedup")
 _SWEEP_KEYS = ("dtype", "is_causal", "batch_size", "num_heads", "head_size")
 
@@ -138,7 +122,7 @@ ATTENTION_VIEWS: dict[str, View] = {
             Plot(name=name, y=y, x="length", lines=("compile", "is_causal", "dtype"), log="xy", panels=("head_size",))
             for name, y in (("forward", _FORWARD), ("backward", _BACKWARD), ("memory", _BEFORE_BACKWARD))
         ),
-        derive=_against_eager,
+        derive=lambda rows: _against(rows, "compile", False),
     ),
     "flash": View(
         keys=("dtype", "is_causal", "batch_size", "head_size", "length", "kernel"),
@@ -161,7 +145,7 @@ ATTENTION_VIEWS: dict[str, View] = {
                 ("tflops", _SUM_TFLOPS, "x"),
             )
         ),
-        derive=_against_naive_and_peers,
+        derive=lambda rows: _against(rows, "kernel", "naive"),
     ),
     "kernels": View(
         keys=("dtype", "is_causal", "shape", "kernel"),
@@ -181,22 +165,14 @@ ATTENTION_VIEWS: dict[str, View] = {
     "leaderboard-2025": View(
         keys=("num_heads", "length", "head_size", "dtype", "rep_ms", "warmup_ms", "kernel", "compile"),
         columns=(
-            Column("mean (ms), as the handout prints it", "forward_sum_backward_ms.mean", ".3f"),
+            replace(_SUM_MEAN, name="mean (ms), as the handout prints it"),
             *(Column(f"{name} (ms)", f"forward_sum_backward_ms.{name}", ".3f") for name in ("p20", "p50", "p80")),
             Column("std (ms)", "forward_sum_backward_ms.std", ".3f"),
             Column("calls", "calls", ","),
             Column("TFLOP/s", "forward_sum_backward_tflops", ".3g"),
             Column("peak (GiB)", "peak_memory_bytes", ".2f", 2**30),
         ),
-        plots=(
-            Plot(
-                name="time",
-                y=Column("mean (ms)", "forward_sum_backward_ms.mean", ".3f"),
-                x="kernel",
-                lines=("compile",),
-                kind="bar",
-            ),
-        ),
+        plots=(Plot(name="time", y=_SUM_MEAN, x="kernel", lines=("compile",), kind="bar"),),
     ),
     "attention-sweep": View(
         keys=(*_SWEEP_KEYS, "tier", "kernel"),

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row, read_rows
+from ..planner.rows import naming
 from .attention_tables import PEERS
-from .fields import faster, naming_the_files
+from .fields import faster
 from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import figure_of, put_title
-from .selection import grouped, machine, runs
+from .selection import grouped, machine
 from .spec import Column, Plot
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
@@ -95,12 +96,14 @@ def _compiled(config: dict[str, Any]) -> str:
 
 
 def _runs(files: Sequence[Path]) -> list[list[Row]]:
-    """Successful rows in bf16, by file and run."""
-    found = []
+    """Successful rows in bf16, by file and run: one environment, except for the momentary state of the GPU."""
+    groups: dict[str, list[Row]] = {}
     for file in files:
-        rows = [row for row in read_rows(file) if row.status == "ok"]
-        found += runs(row for row in rows if _PRECISION in (row.config.get("precision"), row.config.get("dtype")))
-    return found
+        for row in read_rows(file):
+            if row.status == "ok" and _PRECISION in (row.config.get("precision"), row.config.get("dtype")):
+                env = sorted((name, value) for name, value in row.env.items() if not isinstance(value, dict))
+                groups.setdefault(f"{file} {env}", []).append(row)
+    return list(groups.values())
 
 
 def headline(files: Sequence[Path]) -> str:
@@ -109,7 +112,7 @@ def headline(files: Sequence[Path]) -> str:
     read = _runs(files)
     for case, compare in _CASES.items():
         for run in read:
-            with naming_the_files(files):
+            with naming(", ".join(map(str, files))):
                 for work, times, pairs in compare([row for row in run if row.case == case]):
                     for ours, theirs, role in pairs:
                         if ours in times and theirs in times:
@@ -134,7 +137,7 @@ def headline(files: Sequence[Path]) -> str:
 
 def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
     """Draw the two pictures into a folder; return the files. An empty picture is left out."""
-    with naming_the_files(files):
+    with naming(", ".join(map(str, files))):
         read = _runs(files)
         figures = {ATTENTION_PICTURE: _attention_figure(read), TRAINING_PICTURE: _training_figure(read)}
     return [save_picture(figure, folder / name) for name, figure in figures.items() if figure is not None]

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..bench.profiling.phases import CATEGORIES
-from ..bench.profiling.timeline import Timeline
-from ..bench.profiling.timeline_plot import note_of, size_text, timeline_figure, title_of
+from ..bench.profiling.timeline import Timeline, note_of, size_text, timeline_figure, title_of
 from ..bench.row import Row
 from .markdown import markdown_table
 from .pictures import save_picture
@@ -52,11 +51,6 @@ def memory_summary(row: Row) -> str:
     return "\n\n".join((*parts, note_of(row)))
 
 
-def draw_timeline(row: Row, path: Path) -> Path:
-    """Draw a row's timeline into a PNG; return the path. Raises ValueError for an invalid timeline."""
-    return save_picture(timeline_figure(Timeline(**row.metrics["timeline"]), title_of(row)), path)
-
-
 def draw_timelines(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw the timelines of rows into a folder, each named by the fields in which the rows differ; return the files."""
     drawn = [row for row in rows if "timeline" in row.metrics]  # older rows have none
@@ -64,7 +58,8 @@ def draw_timelines(rows: Sequence[Row], folder: Path) -> list[Path]:
     files = []
     for row in drawn:
         name = "-".join([row.case, "timeline", *(label(name, row) for name in differing)])
-        files.append(draw_timeline(row, folder / (re.sub(r"[^\w.]+", "-", name) + ".png")))
+        figure = timeline_figure(Timeline(**row.metrics["timeline"]), title_of(row))
+        files.append(save_picture(figure, folder / (re.sub(r"[^\w.]+", "-", name) + ".png")))
     return files
 
 

@@ -45,14 +45,6 @@ def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def runs(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows grouped by their whole environment, except for the momentary state of the GPU."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(str(sorted((k, v) for k, v in row.env.items() if not isinstance(v, dict))), []).append(row)
-    return list(groups.values())
-
-
 def latest(rows: Iterable[Row], keys: Sequence[str]) -> list[Row]:
     """The last row for each variant, machine and value of the keys, in order of first appearance.
 

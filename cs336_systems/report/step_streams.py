@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.case import option_words
-from ..bench.cases.overlap_trace import DEFAULTS
+from ..bench.cases.ddp import DEFAULTS
 from ..bench.instruments.streams import Streams, totals
 from ..bench.instruments.trace import merge
 from ..bench.profiling.nsys import record_command
 from ..bench.profiling.page import fill_page
 from ..bench.row import Row
 from ..machine.files import write_whole
-from .fields import naming_the_files
+from ..planner.rows import naming
 from .markdown import markdown_table
 from .pictures import save_picture
 from .selection import common_facts
@@ -73,7 +73,7 @@ def write_page(paths: Sequence[Path], out: Path, note: str) -> None:
     steps = []
     for path in paths:
         streams, content = read_streams(path), json.loads(path.read_text())
-        with naming_the_files([path]):
+        with naming(str(path)):
             named = {"names": content["names"], "pieces": content["pieces"]}
         steps.append({"name": path.stem, "totals": totals(streams), **named})
     data = {"kinds": [{"name": name, "color": color} for name, color in COLORS.items()], "steps": steps}

@@ -7,12 +7,11 @@ from typing import TypeVar
 
 from ..bench.row import Row, read_rows
 from ..machine.files import write_whole
-from . import memory_parts, memory_profiles, step_streams, strategy_tables
+from ..planner.rows import naming
+from . import kernel_profiles, memory_parts, memory_profiles, step_streams, strategy_tables
 from .attention_tables import ATTENTION_VIEWS
-from .fields import naming_the_files
-from .kernel_profiles import kernels_table
 from .markdown import markdown_table
-from .plots import redraw
+from .plots import draw
 from .selection import latest
 from .spec import Column, Plot, View
 from .tables import csv_text, table
@@ -164,7 +163,7 @@ VIEWS: dict[str, View] = {
               "activation_checkpointing", "compile", "compile_memory_budget", "loss_chunk_tokens"),
         columns=(_STEP, _MEAN, _STD, *_RATES, Column("TFLOP/s a GPU", "tflops", ".1f"), _PEAK,
                  Column("start-up (s)", "startup_s", ".1f")),
-        note=Column("A step", "timer", "s"),
+        details=lambda row: f"A step: {row.metrics['timer']}.",
         plots=(
             Plot(name="step", y=_STEP, x="activation_checkpointing", kind="bar",
                  lines=("strategy", "weight_dtype", "attention", "compile", "compile_memory_budget")),
@@ -208,6 +207,7 @@ VIEWS: dict[str, View] = {
     "overlap-trace": step_streams.VIEW,
     "optimizer-sharding": memory_parts.VIEW,
     "fsdp-accounting": memory_parts.VIEW,
+    "profile-kernels": kernel_profiles.VIEW,
     "profile-memory": memory_profiles.VIEW,
 }  # fmt: skip
 
@@ -215,7 +215,7 @@ VIEWS: dict[str, View] = {
 _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "optimizer-sharding": memory_parts.memory_parts_table,
     "fsdp-accounting": memory_parts.memory_parts_table,
-    "profile-kernels": kernels_table,
+    "profile-kernels": kernel_profiles.kernels_table,
 }
 """Cases whose table is not simply a line for each row."""
 
@@ -241,7 +241,7 @@ def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) ->
         if view:
             files.append(write_whole(folder / f"{case}.csv", csv_text(shown, view)))
             for plot in view.plots:
-                files += redraw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
+                files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
             files += view.more(shown, folder) if view.more else []
     return files
 
@@ -271,7 +271,7 @@ def _case_table(rows: Sequence[Row], swept: Sequence[str]) -> str:
 def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:
     """The result of `show` for the rows of all files. An error about the rows names the files."""
     rows = [row for path in paths for row in read_rows(path)]
-    with naming_the_files(paths):
+    with naming(", ".join(map(str, paths))):
         if not rows:
             raise ValueError("there is no row")
         return show(rows)
