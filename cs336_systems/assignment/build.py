@@ -97,7 +97,6 @@ class WriteUp:
         return "\n\n".join(parts) + "\n"
 
     def full_tables(self) -> str:
-        """The appendix."""
         tables = (f"### {title}\n\n{text}" for title, text in self.appendix)
         return "\n\n".join(["## Appendix: all rows", *tables]) + "\n"
 
@@ -151,17 +150,22 @@ def build(
     figures, start = Figures(results, card), out if links_from is None else links_from
     if card is not None and card not in figures.machines:
         raise ValueError(f"card is {card!r}: it must be one of {', '.join(figures.machines)}, or left out")
-    env = environment(figures, Pictures(out), [*([problems] if problems else []), TEMPLATES])
+    pictures = Pictures(out)
+    env = environment(figures, pictures, [*([problems] if problems else []), TEMPLATES])
+
+    def filled(name: str) -> str:
+        figures.begin(name)
+        pictures.problem = name
+        return fill(env, name)
+
     sections: dict[str, list[Answer]] = {}
     for section, names in SECTIONS.items():
         for name in names:
             say(name)
-            figures.begin(name)
-            text, sources = fill(env, name), _unique(figures.used)
+            text, sources = filled(name), _unique(figures.used)
             sections.setdefault(section, []).append(Answer(name, text + _measured_by(sources, start), sources))
     used = _unique(source for answers in sections.values() for answer in answers for source in answer.sources)
-    figures.begin("summary")
-    return WriteUp(fill(env, "summary"), sections, _appendix(used, start), env.missing, figures.contradictions)
+    return WriteUp(filled("summary"), sections, _appendix(used, start), env.missing, figures.contradictions)
 
 
 def _unique(sources: Iterable[Source]) -> list[Source]:
@@ -231,16 +235,9 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         "beside": beside,
         "plan": plan,
         "working": working,
-        "lines": lambda rows, x, y, caption, **options: pictures.lines(
-            figures.problem, rows, evaluate(x), evaluate(y), caption, **options
-        ),
-        "bars": lambda rows, name, value, caption, **options: pictures.bars(
-            figures.problem, rows, evaluate(name), evaluate(value), caption, **options
-        ),
-        "shares": lambda spans, caption: pictures.shares(figures.problem, spans, caption),
-        "stacks": lambda bars, caption, **options: pictures.stacks(figures.problem, bars, caption, **options),
-        "streams": lambda rows, caption: pictures.streams(figures.problem, rows, caption),
-        "timelines": lambda panels, caption: pictures.timelines(figures.problem, panels, caption),
+        "lines": lambda rows, x, y, *text, **options: pictures.lines(rows, evaluate(x), evaluate(y), *text, **options),
+        "bars": lambda rows, x, y, *text, **options: pictures.bars(rows, evaluate(x), evaluate(y), *text, **options),
+        **{name: getattr(pictures, name) for name in ("shares", "stacks", "streams", "timelines")},
         "max": max,
         "min": min,
         "zip": zip,

@@ -31,13 +31,9 @@ Fields = dict[str, Any]
 _PROFILES = ("profile-kernels", "profile-memory")
 _MEMORY = ("checkpointing", "optimizer-sharding", "fsdp-accounting")
 """Cases whose rows have a prediction of the planner's memory."""
-_KEYS = {
-    **{case: view.keys for case, view in VIEWS.items()},
-    "ddp": ("compile", "devices", "size", "context_length", "batch_size", "precision"),
-    "profile-kernels": ("size", "context_length", "batch_size", "precision", "compile", "attention", "optimizer"),
-}
+_KEYS = {case: view.keys for case, view in VIEWS.items()}
 """The fields that tell settings of a case apart, beside the variant."""
-_NAMED_BY_VARIANT = ("variant", "bucket_size_mb", "cuda_graph")
+_NAMED_BY_VARIANT = ("variant", "bucket_size_mb", "cuda_graph", "nccl_max_ctas")
 """Fields in which the variants of one launch may differ."""
 
 
@@ -183,7 +179,6 @@ def _place(row: Row, where: Mapping[str, Any]) -> list[int]:
 
 
 def _command(case: str, where: Mapping[str, Any]) -> str:
-    """The command that measures a setting."""
     words = ["cs336", *(case.split("-") if case in _PROFILES else ("bench", case))]
     fields = {name: value for name, value in where.items() if name not in ("status", "machine")}
     return shlex.join([*words, *option_words(fields)])
@@ -283,14 +278,12 @@ def plan(command: str, **options: Any) -> list[Section]:
     from ..planner.scaling import Layer, scaling_sections
 
     model = {field: options.pop(field) for field in ("size", "context_length") if field in options}
-    of_job = {
-        "memory": memory.memory_sections,
-        "activation": activations.activation_sections,
-        "checkpointing": activations.checkpointing_sections,
-    }
     match command:
-        case "memory" | "activation" | "checkpointing":
-            return of_job[command](Job(shape=ModelConfig(**model).shape, **options))
+        case "memory":
+            return memory.memory_sections(Job(shape=ModelConfig(**model).shape, **options))
+        case "activation" | "checkpointing":
+            of_job = getattr(activations, f"{command}_sections")
+            return of_job(Job(shape=ModelConfig(**model).shape, **options))
         case "scaling":
             return scaling_sections(Layer(**options))
         case "parallelism":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.instruments.trace import merge
-from ..bench.profiling.timeline_plot import COLORS as MEMORY_COLORS
+from ..bench.profiling.timeline import COLORS as MEMORY_COLORS
 from ..machine.files import write_whole
 from ..report.kernel_profiles import CLASS_COLORS
 from ..report.plots import KERNEL_COLORS
@@ -50,15 +50,15 @@ def _styled(draw: Callable[..., str]) -> Callable[..., str]:
 
 
 class Pictures:
-    """Draws into a folder. Each method returns the Markdown of its picture, whose file is named after the problem."""
+    """Draws into a folder. Each method returns the Markdown of its picture, whose file is named after `problem`."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out
+        self.out, self.problem = out, ""
         self.count: dict[str, int] = {}
 
     @_styled
     def lines(
-        self, problem: str, rows: Sequence[dict[str, Any]], x: Cell, y: Cell, caption: str,
+        self, rows: Sequence[dict[str, Any]], x: Cell, y: Cell, caption: str,
         by: str = "", xlabel: str = "", ylabel: str = "", log: str = "",
     ) -> str:  # fmt: skip
         """A line for each value of the field `by`."""
@@ -87,11 +87,11 @@ class Pictures:
         axes.set_ylabel(ylabel)
         if len(lines) > 1:
             figure.legend(loc="outside right center")
-        return self._save(problem, figure, caption)
+        return self._save(figure, caption)
 
     @_styled
     def bars(
-        self, problem: str, rows: Sequence[dict[str, Any]], name: Cell, value: Cell, caption: str,
+        self, rows: Sequence[dict[str, Any]], name: Cell, value: Cell, caption: str,
         xlabel: str = "", form: str = ".3g",
     ) -> str:  # fmt: skip
         """A horizontal bar for each row, with its number at the end."""
@@ -102,17 +102,17 @@ class Pictures:
             axes.bar_label(bar, [format(value(row), form)], padding=4)
         axes.margins(x=0.12)  # room for the numbers
         _name_lines(axes, range(len(rows)), [str(name(row)) for row in rows], xlabel)
-        return self._save(problem, figure, caption)
+        return self._save(figure, caption)
 
     @_styled
-    def shares(self, problem: str, spans: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
+    def shares(self, spans: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
         """A bar for each span of a kernel profile, divided by class of kernel."""
         bars = [(name, {kind: span["share"].get(kind, 0) for kind in CLASS_COLORS}) for name, span in spans]
-        return self.stacks(problem, bars, caption, "share of kernel time (%)", 0.01, CLASS_COLORS)
+        return self.stacks(bars, caption, "share of kernel time (%)", 0.01, CLASS_COLORS)
 
     @_styled
     def stacks(
-        self, problem: str, bars: Sequence[tuple[str, Mapping[str, float]]], caption: str,
+        self, bars: Sequence[tuple[str, Mapping[str, float]]], caption: str,
         xlabel: str = "", scale: float = 1, colors: Mapping[str, str] = {},
     ) -> str:  # fmt: skip
         """A horizontal bar for each name, divided into its parts; values are divided by `scale`.
@@ -133,10 +133,10 @@ class Pictures:
         axes.set_xlim(0, max(left))
         _name_lines(axes, range(len(bars)), [name for name, _ in bars], xlabel)
         figure.legend(loc="outside lower center", ncols=5)
-        return self._save(problem, figure, caption)
+        return self._save(figure, caption)
 
     @_styled
-    def streams(self, problem: str, rows: Sequence[dict[str, Any]], caption: str) -> str:
+    def streams(self, rows: Sequence[dict[str, Any]], caption: str) -> str:
         """The compute and communication of each row's profiled step on one time axis; "" if no file has them."""
         folders = [(row, row["path"].parent) for row in rows]
         found = [(row["variant"], file) for row, folder in folders if (file := streams_file(row, folder)) is not None]
@@ -154,10 +154,10 @@ class Pictures:
         axes.set_xlim(left=0)
         places, names = zip(*ticks, strict=True)
         _name_lines(axes, places, names, "ms from the first kernel of the step")
-        return self._save(problem, figure, caption)
+        return self._save(figure, caption)
 
     @_styled
-    def timelines(self, problem: str, panels: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
+    def timelines(self, panels: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
         """Memory in use over a step, by category: a panel for each row of a memory profile, below its title."""
         from matplotlib.figure import Figure
 
@@ -182,11 +182,11 @@ class Pictures:
             axes.set_ylabel("in use (GiB)")
         axes.set_xlabel("time on the host (ms)")
         figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=3)
-        return self._save(problem, figure, caption)
+        return self._save(figure, caption)
 
-    def _save(self, problem: str, figure: Any, caption: str) -> str:
-        self.count[problem] = self.count.get(problem, 0) + 1
-        name = f"{FOLDER}/{problem}-{self.count[problem]}.svg"
+    def _save(self, figure: Any, caption: str) -> str:
+        self.count[self.problem] = self.count.get(self.problem, 0) + 1
+        name = f"{FOLDER}/{self.problem}-{self.count[self.problem]}.svg"
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
         text = re.sub(f'<g id="{TOLD}(.*?)">', r"<g><title>\1</title>", file.getvalue())
@@ -208,7 +208,6 @@ def _name_lines(axes: Any, places: Sequence[float], names: Sequence[str], xlabel
 
 
 def _figure(height: float) -> tuple[Any, Any]:
-    """A figure as wide as the text of a page, in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.6, height), layout="constrained")

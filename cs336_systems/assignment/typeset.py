@@ -60,17 +60,14 @@ def _typst(node: "SyntaxTreeNode") -> str:
             return f"#{_CALLS[node.type]}[{inner}];"
         case "blockquote":
             return f"#note[{inner}]\n\n"
-        case "paragraph" if _is_question(node) or _plain(node).endswith(":"):
+        # A question, or a sentence that introduces what follows.
+        case "paragraph" if getattr(node.previous_sibling, "type", "") == "heading" or _plain(node).endswith(":"):
             return f"#kept[{inner}]\n\n"
         case "paragraph" | "bullet_list":
             return f"{inner}\n\n"
         case "inline":
             return inner
     raise ValueError(f"the Markdown of the write-up has a {node.type}, which cannot be typeset")
-
-
-def _is_question(node: "SyntaxTreeNode") -> bool:
-    return node.previous_sibling is not None and node.previous_sibling.type == "heading"
 
 
 def _caption(node: "SyntaxTreeNode") -> str:

@@ -51,10 +51,11 @@ class Case:
     """Where `load_case` finds the case in the process that measures: "module", or "module:preset"."""
     config: type[Any]
     """The dataclass of one configuration; it raises ValueError naming a wrong field."""
-    measure: Callable[[Sequence[Any]], Iterable[Row]]
-    """Yields at least one row per configuration, each as soon as it is measured. A failure is a row too."""
+    rows: Callable[["Case", Sequence[Any]], Iterable[Row]]
+    """Yields at least one row per configuration, each as soon as it is measured. A failure is a row too. `outcome.each`
+    makes it from a function that measures one configuration."""
     measure_on_rank: Callable[[Sequence[Any], torch.device, Callable[[Any], None]], Iterator[Row]] | None = None
-    """If several ranks measure together (`measure` is then `ranks.launched`): yields the rows, the same on all ranks.
+    """If several ranks measure together (`rows` is then `ranks.launched`): yields the rows, the same on all ranks.
     Its last argument is called with each configuration that begins."""
     variant: Callable[[Any], str]
     """The name of a configuration in tables and plots."""
@@ -66,6 +67,10 @@ class Case:
     """Whether the process of an isolated call starts with empty caches of compiled code."""
     check: Callable[[Any], None] = lambda config: None
     """Raises ValueError for combinations of fields without meaning; the product leaves them out."""
+
+    def measure(self, configs: Sequence[Any]) -> Iterable[Row]:
+        """The rows of configurations."""
+        return self.rows(self, configs)
 
 
 def load_case(place: str) -> Case:

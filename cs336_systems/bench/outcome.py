@@ -11,43 +11,40 @@ from typing import Any, Literal
 import torch
 
 from ..machine.hardware import gpu_state, use_device, with_index
-from .case import row_config
+from .case import Case, row_config
 from .row import Row, not_finite
 
 Status = Literal["oom", "error"]
 _UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def each(
-    case: str, variant: Callable[[Any], str], measure: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]
-) -> Callable[[Sequence[Any]], Iterable[Row]]:
-    """Make the `measure` of a case from a function that measures one configuration.
+Found = tuple[dict[str, Any], dict[str, Any]]
+"""The configuration as it ran, which must be as requested, and the metrics."""
 
-    That function returns the configuration as it ran, which must be as requested, and the metrics.
-    """
 
-    def rows(configs: Sequence[Any]) -> Iterable[Row]:
+def each(measure: Callable[[Any], Found]) -> Callable[[Case, Sequence[Any]], Iterable[Row]]:
+    """Make the `rows` of a case from a function that measures one configuration."""
+
+    def rows(case: Case, configs: Sequence[Any]) -> Iterable[Row]:
         for config in configs:
             if str(getattr(config, "device", "")).startswith("cuda"):
                 with contextlib.suppress(Exception):  # `measure` will raise it again
                     use_device(config.device)  # `attempt` reads the GPU's state, for which it must be in use
-            yield attempt(case, variant(config), row_config(config), functools.partial(measure, config))
+            yield attempt(case, config, functools.partial(measure, config))
             free_memory()
 
     return rows
 
 
-def attempt(
-    case: str, variant: str, asked: dict[str, Any], measure: Callable[[], tuple[dict[str, Any], dict[str, Any]]]
-) -> Row:
+def attempt(case: Case, config: Any, measure: Callable[[], Found]) -> Row:
     """The row of a measurement with the GPU's state before and after it, or the row of a failure."""
-    before = current_gpu_state()
+    before, of = current_gpu_state(), (case.name, case.variant(config), row_config(config))
     try:
         ran, metrics = measure()
     except Exception as error:  # a kernel, a compiler or a driver may raise anything: the sweep goes on
-        return failed(case, variant, asked, error)
+        return failed(*of, error)
     after = current_gpu_state()  # first of all: a reason for a lower clock is gone in a moment
-    return with_gpu_states(measured(case, variant, asked, ran, metrics), before, after)
+    return with_gpu_states(measured(*of, ran, metrics), before, after)
 
 
 def current_gpu_state() -> dict[str, Any]:

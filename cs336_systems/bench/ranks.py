@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 from ..parallel import comm
 from ..training.launch import child_process, run_processes, use_device_of_rank
-from .case import is_of, is_of_fewer_rounds, load_case, row_config
+from .case import Case, is_of, is_of_fewer_rounds, load_case, row_config
 from .outcome import current_gpu_state, failed, with_gpu_states
 from .row import Row, append_row, read_rows
 from .worker import SCRATCH
@@ -28,36 +28,31 @@ _GROUP_OPTIONS = ("step_timeout_s", "nccl_max_ctas")
 _CONFIGS, _ROWS, _AT_WORK = "configs.json", "rows.jsonl", "at_work"
 
 
-def launched(place: str) -> Callable[[Sequence[Any]], Iterator[Row]]:
-    """Make the `measure` of the case at `place` (see `load_case`): one launch measures all configurations.
+def launched(case: Case, configs: Sequence[Any]) -> Iterator[Row]:
+    """The rows of a case with `measure_on_rank`: one launch measures all configurations.
 
     A configuration that ends the launch gets a row too, and another launch measures the rest. Before the last round
     there are rows of the rounds so far (`is_of_fewer_rounds`).
     """
-
-    def measure(configs: Sequence[Any]) -> Iterator[Row]:
-        case = load_case(place)
-        left = list(configs)
-        while left:
-            with tempfile.TemporaryDirectory(prefix="cs336-", dir=os.environ.get(SCRATCH)) as name:
-                folder, asked = Path(name), list(left)
-                (folder / _CONFIGS).write_text(json.dumps([asdict(config) for config in asked]))
-                try:
-                    for row in _launch(place, asked[0].devices, folder):
-                        if not any(is_of_fewer_rounds(row, config) for config in left):
-                            left.remove(next(config for config in left if is_of(row, config)))
-                        yield row
+    left = list(configs)
+    while left:
+        with tempfile.TemporaryDirectory(prefix="cs336-", dir=os.environ.get(SCRATCH)) as name:
+            folder, asked = Path(name), list(left)
+            (folder / _CONFIGS).write_text(json.dumps([asdict(config) for config in asked]))
+            try:
+                for row in _launch(case.module, asked[0].devices, folder):
+                    if not any(is_of_fewer_rounds(row, config) for config in left):
+                        left.remove(next(config for config in left if is_of(row, config)))
+                    yield row
+                return
+            except Exception as error:  # whatever the first rank to fail has raised
+                if not left:  # the failure came after the last row
                     return
-                except Exception as error:  # whatever the first rank to fail has raised
-                    if not left:  # the failure came after the last row
-                        return
-                    at_work = folder / _AT_WORK
-                    culprit = asked[int(at_work.read_text())] if at_work.exists() else left[0]
-                    culprit = culprit if culprit in left else left[0]
-                    left.remove(culprit)
-                    yield failed(case.name, case.variant(culprit), row_config(culprit), error)
-
-    return measure
+                at_work = folder / _AT_WORK
+                culprit = asked[int(at_work.read_text())] if at_work.exists() else left[0]
+                culprit = culprit if culprit in left else left[0]
+                left.remove(culprit)
+                yield failed(case.name, case.variant(culprit), row_config(culprit), error)
 
 
 def _launch(place: str, devices: int, folder: Path) -> Iterator[Row]:

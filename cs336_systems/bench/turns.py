@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -94,14 +94,14 @@ def measure_in_turns(
     with ExitStack() as stack:
         for config in configs if built_once else ():
             at_work(config)
-            with _with_whom(config):
+            with alone() if config.is_alone else nullcontext():
                 held[config] = stack.enter_context(_built(config, device))
         for round_ in range(1, configs[0].rounds + 1):
             is_last = round_ == configs[0].rounds
             for config in configs:
                 at_work(config)
                 building = nullcontext(held[config]) if built_once else _built(config, device)
-                with _with_whom(config), building as (trainer, start):
+                with alone() if config.is_alone else nullcontext(), building as (trainer, start):
                     found = {"steps_ms": time_steps(trainer, config.steps), **start}
                     if not built_once:
                         found["peak_memory_bytes"] = trainer.peak_memory_bytes()
@@ -115,11 +115,6 @@ def measure_in_turns(
                     config if is_last else dataclasses.replace(so_far, rounds=round_),
                     slowest([metrics for metrics, _ in ranks]) | ranks[0][1],
                 )
-
-
-def _with_whom(config: StepBench) -> AbstractContextManager[Any]:
-    """The context of a configuration's steps: `alone`, or together with the other ranks."""
-    return alone() if config.is_alone else nullcontext()
 
 
 @contextmanager

@@ -69,7 +69,6 @@ class Worker:
             raise WorkerEndedError(_how_it_ended(self._process.exitcode)) from error
 
     def kill(self) -> None:
-        """Kill the process."""
         self._process.kill()
 
     def close(self) -> None:
@@ -113,7 +112,6 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def _work(pipe: Connection, lifeline: Connection, place: str, environ: Mapping[str, str]) -> None:
-    """The process: receive configurations, measure them, send rows."""
     os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to both; the parent then ends this one
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()

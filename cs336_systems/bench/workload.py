@@ -28,6 +28,7 @@ from ..planner.job import Job
 from ..planner.memory import peak_bytes
 from ..planner.rows import workload_job
 from ..training.build import build_optimizer, checkpoint_activations, compile_model, compiled
+from .instruments.timing import Stopwatch
 from .instruments.trace import named_range
 
 QUICK_SIZE = "quick"
@@ -94,17 +95,14 @@ class Workload:
 
     @property
     def model_config(self) -> ModelConfig:
-        """The architecture. Raises ValueError for an invalid one."""
         return model_of(self.size, self.vocab_size, context_length=self.context_length, attention=self.attention)
 
     @property
     def train_config(self) -> TrainConfig:
-        """The settings of its step. Raises ValueError for impossible ones."""
         names = ("batch_size", "precision", "compile", "activation_checkpointing", "device")
         return TrainConfig(**{name: getattr(self, name) for name in names})
 
     def check_checkpointed(self) -> None:
-        """Raise ValueError if the policy names more blocks than the model has."""
         with without_groups():
             self.train_config.check_checkpointed(self.shape.num_layers)
 
@@ -128,12 +126,10 @@ class Workload:
 
     @property
     def shape(self) -> ModelShape:
-        """The resolved architecture."""
         return self.model_config.shape
 
     @property
     def job(self) -> Job:
-        """This workload for the planner. Raises ValueError if the planner cannot predict it."""
         return workload_job({**asdict(self), **asdict(self.shape)})
 
 
@@ -165,7 +161,6 @@ class Workbench:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases of a step in this mode, out of PHASES."""
         return PHASES[: ("forward", "forward_backward", "train_step").index(self.config.mode) + 1]
 
     def forward(self) -> Tensor:
@@ -177,7 +172,6 @@ class Workbench:
             return self._loss(logits, self.targets)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients into `.grad`."""
         with named_range("backward"):
             loss.backward()
 
@@ -202,6 +196,14 @@ class Workbench:
             after("optimizer")
         return loss.detach()
 
+    def time_phases(self, steps: int) -> dict[str, list[float]]:
+        """The times in ms of each phase of some steps. The host waits for the device after each phase."""
+        times: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        watch = Stopwatch(self.device)
+        for _ in range(steps):
+            self.step(after=lambda phase: times[phase].append(watch.lap_ms()))
+        return {phase: times[phase] for phase in self.phases}
+
     def read_back(self) -> dict[str, Any]:
         """Workload and architecture for the row, read from the built model after it has run."""
         blocks: list[Any] = list(self.model.layers)
@@ -217,6 +219,11 @@ class Workbench:
             compile=is_compiled(blocks[0]),
             device=str(self.device),
         )
+
+
+def numerics(config: Any) -> str:
+    """Precision, compilation and attention: "bf16 compiled naive"."""
+    return f"{config.precision} {'compiled ' if config.compile else ''}{config.attention}"
 
 
 def is_compiled(block: Any) -> bool:

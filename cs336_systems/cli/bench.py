@@ -71,7 +71,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     from ..bench.cases import CASES
     from ..bench.row import check_row_file, exit_code, read_rows
     from ..bench.runner import rows_on_this_gpu
-    from ..report.fields import naming_the_files
+    from ..planner.rows import naming
     from ..report.outputs import write_into
     from ..report.views import rows_table, write_views
 
@@ -92,12 +92,12 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     there = rows_on_this_gpu(case, path) if options.resume else known
     wanted = [row for row in there if any(is_of(row, config) for config in configs)]
     swept = differing(configs)
-    with naming_the_files([path]):
+    with naming(str(path)):
         say(f"\n{rows_table(wanted or rows, swept)}\n")
     if options.quick:
         say("A quick run shows that it works; its times mean little.")
     if known:
-        write = naming_the_files([path])(write_views)
+        write = naming(str(path))(write_views)
         files = ", ".join(map(str, write_into(folder, lambda to: write(known, to, swept))))
         say(f"{len(known)} rows are in {path}; tables and plots of them all: {files}")
     return exit_code(rows)

@@ -16,15 +16,15 @@ from ..planner.accounting import bytes_of_kinds, sizes_of
 from ..planner.activations import activation_sections, checkpointing_sections
 from ..planner.cards import CARDS, fit_transfer, get_card
 from ..planner.check import check_json, check_text, compare
-from ..planner.communication import all_reduce_cost, collective_section, overhead_sections, plot_overhead
+from ..planner.communication import all_reduce_cost, collective_section, overhead_sections
 from ..planner.job import ALIASES, Job
 from ..planner.memory import RESERVE, memory_sections, peak_bytes, verdict
 from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
-from ..planner.rows import naming_the_row_file, overheads_beside, transfer_points
+from ..planner.rows import naming, overheads_beside, transfer_points
 from ..planner.scaling import Layer, scaling_sections
 from ..planner.step import step_sections
 from ..planner.working import GIB, Section, as_json, as_text, show
-from .arguments import Commands, check_png, make_parser, parse, run_subcommand
+from .arguments import Commands, make_parser, parse, run_subcommand
 
 _MODEL = {
     "size": "Named size of the model (default: small).",
@@ -60,10 +60,6 @@ def _job_parser(command: str, *names: str) -> Any:
         is_flag: dict[str, Any] = {"nargs": "?", "const": True} if hints[name] is bool else {}
         parser.add_argument(f"--{name}", type=hints[name], default=default, help=told[name], **is_flag)
     return parser
-
-
-def _in_range(name: str, value: float | None, least: str = "1e-6") -> None:
-    require(value is None or float(least) <= value < 1e9, name, value, f"at least {least} and below 1e9")
 
 
 def _size(options: Any) -> str | None:
@@ -104,31 +100,11 @@ def _print(sections: Sequence[Section], options: Any) -> int:
 
 
 def _planned(job: Job, size: str | None, card: str, memory_gib: float) -> Section:
-    """The assumptions of a plan in words, and whether its peak fits the card."""
-    s = job.shape
-    model = (
-        f"{size or 'own shape'}: d_model {s.d_model:,}, d_ff {s.d_ff:,}, {s.num_layers:,} blocks, "
-        f"{s.num_heads:,} heads, a vocabulary of {s.vocab_size:,}"
-    )
-    step = (
-        f"{job.batch_size:,} x {s.context_length:,} tokens a GPU and step, precision {job.precision}, "
-        f"weights {job.weight_dtype}{', 16-bit in the model' if job.has_masters else ''}, attention {job.attention}"
-    )
-    execution = [
-        "compiled" if job.compile else "eager",
-        f"memory budget {job.compile_memory_budget:g}" if job.compile_memory_budget < 1 else "",
-        "recorded as a CUDA graph" if job.cuda_graph else "",
-        f"loss of {job.loss_chunk_tokens:,} tokens at a time" if job.loss_chunk_tokens else "",
-        f"activation checkpointing {job.activation_checkpointing}",
-    ]
-    gpus = [
-        f"{job.world_size:,} x {card} of {memory_gib:g} GiB",
-        f"strategy {job.strategy}",
-        f"{job.bucket_size_mb:g} MiB of gradients at a time" if job.bucket_size_mb is not None else "",
-        "optimizer state sharded" if job.shard_optimizer else "",
-        "" if job.reshard_after_forward else "weights kept whole for the backward pass",
-        "" if job.grad_dtype == "same" else f"gradients sent in {job.grad_dtype}",
-    ]
+    """The assumptions of a plan, and whether its peak fits the card."""
+    shape = (f"{name} {getattr(job.shape, name):,}" for name in (*SIZE_FIELDS, "vocab_size", "context_length"))
+    usual = ("batch_size", "precision", "attention", "world_size", "strategy")
+    options = {field.name: (getattr(job, field.name), field.default) for field in fields(Job) if field.name in _JOB}
+    chosen = (f"{name} {value}" for name, (value, default) in options.items() if name in usual or value != default)
     needed, usable = peak_bytes(job), f"{(1 - RESERVE) * memory_gib:.4g} GiB"
     found = verdict(needed, memory_gib * GIB)
     why = {
@@ -136,8 +112,8 @@ def _planned(job: Job, size: str | None, card: str, memory_gib: float) -> Sectio
         "may not fit": f"is above {usable}; the other {RESERVE:.0%} are for the CUDA context and fragmentation",
         "does not fit": "is above the card's memory",
     }
-    notes = [model, step, *(", ".join(filter(None, words)) for words in (execution, gpus))]
-    notes.append(f"{found}: the peak of {show(needed, 'bytes')} {why[found]}")
+    notes = [f"{size or 'own shape'}: {', '.join(shape)}", f"a GPU's step: {', '.join(chosen)}"]
+    notes.append(f"{card} of {memory_gib:g} GiB, {found}: the peak of {show(needed, 'bytes')} {why[found]}")
     if job.world_size == 1 and (job.strategy != "none" or job.shard_optimizer):
         notes.append("one GPU shares nothing: set the number of GPUs with --world_size")
     return Section("Planned", (), tuple(notes))
@@ -174,7 +150,7 @@ def _step(arguments: Sequence[str]) -> int:
     given: dict[str, float] = {}
     for name, (field, unit, _) in ceilings.items():
         value = getattr(options, name)
-        _in_range(name, value)
+        require(value is None or 1e-6 <= value < 1e9, name, value, "at least 1e-6 and below 1e9")
         if value is not None:
             given[field] = value * unit
     card = get_card(options.card, **given)
@@ -198,11 +174,8 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     for name, kind, default, text in (
         ("precision", str, "fp32", "Type of computation; with bf16 and fp16, gradients of matrices are 16-bit."),
         ("world_size", int, 2, "Number of GPUs."),
-        ("rows", str, None, "Row file of all-reduces to fit o and w to."),
-        ("bandwidth_gb_s", float, None, "w, bandwidth of an all-reduce (default: from two H200 over NVLink)."),
-        ("overhead_ms", float, None, "o, overhead of a call (default: as for w)."),
+        ("rows", str, None, "Row file of all-reduces to fit o and w to (default: two H200 over NVLink)."),
         ("measured", str, None, "Row file of the case ddp or bucket-size to compare with."),
-        ("plot", str, None, "PNG to draw."),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     options = parse(parser, arguments)
@@ -212,24 +185,14 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     overhead_s, bandwidth = all_reduce_cost(CARDS["H200"], world_size)
     if options.rows:
         rows = _read(options.rows)
-        with naming_the_row_file("rows", options.rows):
+        with naming(f"rows is {options.rows!r}"):
             overhead_s, bandwidth = fit_transfer(*transfer_points(rows, world_size))
-    _in_range("overhead_ms", options.overhead_ms, least="0")
-    _in_range("bandwidth_gb_s", options.bandwidth_gb_s)
-    if options.overhead_ms is not None:
-        overhead_s = options.overhead_ms * 1e-3
-    if options.bandwidth_gb_s is not None:
-        bandwidth = options.bandwidth_gb_s * 1e9
-
     measured: list[tuple[str, float, float]] = []
     left_out = ""
     if options.measured:
         rows = _read(options.measured)
-        with naming_the_row_file("measured", options.measured):
+        with naming(f"measured is {options.measured!r}"):
             measured, left_out = overheads_beside(rows, nbytes, world_size)
-    if options.plot:
-        check_png("plot", options.plot)
-        plot_overhead(nbytes, bandwidth, overhead_s, measured, Path(options.plot))
     *sections, last = overhead_sections(nbytes, bandwidth, overhead_s, measured, f"{formula} = {filled}")
     if left_out:
         last = replace(last, notes=(*last.notes, left_out))

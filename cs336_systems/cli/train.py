@@ -131,7 +131,6 @@ def _check_not_moved(file: Path, run_dir: Any) -> None:
 
 
 def _is_of_run(file: Path) -> bool:
-    """Whether a file is the config.json in the folder of a run."""
     if file.name != "config.json":
         return False
     from ..training.folder import is_run

@@ -14,11 +14,6 @@ from .job import Job
 from .working import Section, Term, total
 
 
-def residual_stream(batch_size: int, length: int, d_model: int, number_bytes: int = 4) -> int:
-    """Bytes of one activation of the residual stream: B N d numbers."""
-    return batch_size * length * d_model * number_bytes
-
-
 def block_parts(job: Job) -> dict[str, int]:
     """Bytes that one block saves for backward by part, including its input and excluding its weights.
 
@@ -93,7 +88,7 @@ def activation_sections(job: Job) -> list[Section]:
     """The size of one residual-stream activation, and the activations of a block, part by part."""
     s = job.shape
     b, n, d = job.batch_size, s.context_length, s.d_model
-    single, own = residual_stream(b, n, d), residual_stream(b, n, d, job.number_bytes)
+    single, own = (residual_bytes(s, b, n, size) for size in (4, job.number_bytes))
     stream = (
         Term("in single precision", f"B N d x 4 = {b} x {n} x {d} x 4", single),
         Term("the same in MB of 1024^2", f"{single:,} / 1024^2", single / 2**20, "MB"),

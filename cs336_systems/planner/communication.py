@@ -3,9 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..machine.files import write_figure
 from .accounting import NUMBER_BYTES, bytes_of_kinds, num_parameters, sizes_of
 from .cards import Card
 from .job import Job
@@ -28,8 +26,6 @@ def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta
         "all-reduce": (2 * (w - 1), 1 / w),
         "alternate all-reduce": (w - 1, 1.0),
     }
-    if kind not in steps_and_share:
-        raise ValueError(f"collective is {kind!r}: it must be one of {', '.join(steps_and_share)}")
     steps, share = steps_and_share[kind]
     return steps * (alpha_s + nbytes * share / beta)
 
@@ -67,7 +63,8 @@ def sent(job: Job, card: Card) -> Sent:
     """
     w = job.world_size
     if job.is_sharded:
-        kind, times, units, n = "all-gather", job.gathers + 1, job.shape.num_layers + 2, num_parameters(job.shape)
+        kind, times = "all-gather", 3 if job.reshard_after_forward else 2
+        units, n = job.shape.num_layers + 2, num_parameters(job.shape)
         formula, filled, nbytes = f"{job.number_bytes} N", f"{job.number_bytes} x {n:,}", job.number_bytes * n
     else:  # an all-reduce sends every byte twice
         kind, times, units = "all-reduce", 2, num_calls(job)
@@ -182,38 +179,6 @@ def overhead_sections(
         )
         sections.append(Section("Measured", tuple(found), more))
     return sections
-
-
-def plot_overhead(
-    nbytes: float, bandwidth: float, overhead_s: float, measured: Sequence[tuple[str, float, float]], out: Path
-) -> None:
-    """Draw s / (w n) + o n over the bytes of a bucket, its minimum, and the measured times, into a PNG.
-
-    measured: how a step ran, bytes of a bucket, seconds added. Raises ValueError if the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axis = figure.subplots()
-    best = best_num_buckets(nbytes, bandwidth, overhead_s)
-    sizes = [nbytes / 10 ** (4 * i / 200) for i in range(201)]
-    curve = [added_seconds(nbytes, bandwidth, overhead_s, nbytes / size) for size in sizes]
-    axis.plot([s / MIB for s in sizes], [t * 1e3 for t in curve], color="C0", label="model: s / (w n) + o n")
-    if math.isfinite(best):
-        least = added_seconds(nbytes, bandwidth, overhead_s, best)
-        label = f"least: {nbytes / best / MIB:.0f} MiB, {least * 1e3:.2f} ms"
-        axis.plot(nbytes / best / MIB, least * 1e3, "o", color="C0", label=label)
-    for i, how in enumerate(dict.fromkeys(how for how, _, _ in measured)):
-        points = sorted((size / MIB, added * 1e3) for each, size, added in measured if each == how)
-        axis.plot(*zip(*points, strict=True), marker="s", linestyle="--", color=f"C{i + 1}", label=f"measured, {how}")
-    axis.set(xscale="log", yscale="log", xlabel="bucket (MiB)", ylabel="added to the step (ms)")
-    axis.set_title(f"{nbytes / 1e9:.2f} GB of gradients, w = {bandwidth / 1e9:.0f} GB/s, o = {overhead_s * 1e6:.0f} us")
-    axis.grid(alpha=0.3, which="major")
-    axis.legend(frameon=False)
-    try:
-        write_figure(figure, out)
-    except OSError as error:
-        raise ValueError(f"plot is {str(out)!r}: it must be a file that can be written ({error.strerror})") from error
 
 
 def collective_section(nbytes: float, world_size: int, card: Card) -> Section:

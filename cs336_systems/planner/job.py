@@ -123,7 +123,6 @@ class Job:
 
     @property
     def sent_dtypes(self) -> dict[str, str]:
-        """Types in which gradients travel."""
         return self.gradient_dtypes if self.grad_dtype == "same" else dict.fromkeys(KINDS, str(self.grad_dtype))
 
     @property
@@ -144,7 +143,6 @@ class Job:
 
     @property
     def residual_number_bytes(self) -> int:
-        """Bytes per number of the residual stream."""
         return 2 if self.computes_narrow else 4
 
     @property
@@ -176,11 +174,6 @@ class Job:
     def state_parts(self) -> int:
         """Into how many parts the optimizer state is divided."""
         return self.world_size if self.is_sharded or self.shard_optimizer else 1
-
-    @property
-    def gathers(self) -> int:
-        """How many times a step gathers sharded weights."""
-        return 2 if self.reshard_after_forward else 1
 
     @property
     def checkpointing(self) -> tuple[str, int] | None:

@@ -295,15 +295,9 @@ def moments(job: Job) -> dict[str, list[Term]]:
     return found
 
 
-def peak(job: Job) -> tuple[str, float]:
-    """The moment of peak memory, and its bytes."""
-    sums = {name: sum(term.value for term in terms) for name, terms in moments(job).items()}
-    return max(sums.items(), key=lambda each: each[1])
-
-
 def peak_bytes(job: Job) -> float:
     """Memory at the peak."""
-    return peak(job)[1]
+    return max(sum(term.value for term in terms) for terms in moments(job).values())
 
 
 def part_bytes(job: Job) -> dict[str, float]:
@@ -348,7 +342,7 @@ def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
     """The terms at the moment of the peak, the sum at each moment, and the largest batch that fits a card."""
     at = moments(job)
     sums = {name: sum(term.value for term in terms) for name, terms in at.items()}
-    when = max(sums, key=lambda name: sums[name])
+    when = max(sums, key=sums.__getitem__)
     terms = [term for term in at[when] if term.value]
     formula, _, exact = bytes_of_kinds(job.shape, sizes_of(job.weight_dtypes))
     more, types = terms[0].value * job.weight_parts / exact - 1, " and ".join(dict.fromkeys(job.weight_dtypes.values()))

@@ -21,24 +21,24 @@ WORKLOADS = ("model", "checkpointing", "profile-memory")
 """Cases whose rows measure one GPU and a step or a part of it: config has mode."""
 
 
-UNUSABLE = (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
+UNUSABLE = (KeyError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError, MemoryError, StopIteration)
 """Errors of a row that lacks a field, has an impossible value, or has no prediction: rows may come from anywhere."""
 
 
 def reason(error: Exception) -> str:
     """Why a row cannot be used, in words: `error` is one of UNUSABLE."""
     if isinstance(error, KeyError):
-        return f"the row has no {error}"
-    return str(error) if isinstance(error, ValueError) else f"the row has an impossible value: {error}"
+        return f"there is no {error}"
+    return str(error) if isinstance(error, ValueError) else f"there is an impossible value: {error}"
 
 
 @contextlib.contextmanager
-def naming_the_row_file(option: str, path: str) -> Iterator[None]:
-    """Turn an error of UNUSABLE inside into a ValueError that names the option, the file and the reason."""
+def naming(place: str) -> Iterator[None]:
+    """Turn an error of UNUSABLE inside into a ValueError that begins with the place, such as the name of the file."""
     try:
         yield
     except UNUSABLE as error:
-        raise ValueError(f"{option} is {path!r}: {reason(error)}") from error
+        raise ValueError(f"{place}: {reason(error)}") from error
 
 
 Measured = Any

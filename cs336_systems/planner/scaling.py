@@ -53,11 +53,6 @@ class Layer:
         """Bytes of W1, W2 and W3: 6 D F."""
         return 6 * self.d_model * self.d_ff
 
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of y or dx: 2 B D."""
-        return 2 * self.batch * self.d_model
-
 
 def device_flops(layer: Layer, direction: Direction, devices: int) -> float:
     """6 B D F / N forward, 12 B D F / N backward, for any division of the layer: nothing is computed twice."""
@@ -77,8 +72,8 @@ def fsdp_seconds(layer: Layer, direction: Direction, n_fsdp: int, n_tp: int = 1)
 
 
 def tensor_parallel_seconds(layer: Layer, n_tp: int, n_fsdp: int = 1) -> float:
-    """An all-reduce of y, or backward of dx: 2 (N - 1) / N 2 B D / (N_FSDP W)."""
-    return ring_seconds("all-reduce", layer.output_bytes / n_fsdp, n_tp, 0, layer.egress)
+    """An all-reduce of the 2 B D bytes of y, or backward of dx: 2 (N - 1) / N 2 B D / (N_FSDP W)."""
+    return ring_seconds("all-reduce", 2 * layer.batch * layer.d_model / n_fsdp, n_tp, 0, layer.egress)
 
 
 def fsdp_intensity(layer: Layer) -> float:
@@ -124,24 +119,13 @@ def most_of_both(layer: Layer, together: bool) -> tuple[float, float]:
     return n_fsdp, n_tp
 
 
-def tensor_parallel_backward() -> tuple[str, ...]:
-    """The equations of the backward pass on device i, which holds columns of W1 and W2 and rows of W3."""
-    return (
-        "dz(i) = dy W3(i)^T",
-        "dx2(i) = dz(i) * f(x1(i));  dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
-        "dW3(i) = z(i)^T dy;  dW2(i) = x^T dx2(i);  dW1(i) = x^T dx1(i): each device keeps its own, nothing to send",
-        "dx = all-reduce over i of (dx1(i) W1(i)^T + dx2(i) W2(i)^T)",
-    )
-
-
-def alternate_ring_section(nbytes: float, devices: int, egress: float) -> Section:
-    """The handout's alternate_ring_all_reduce beside the usual one."""
-    working = {
-        "all-reduce": "2 (N - 1) / N S / W: a reduce-scatter and an all-gather, each N - 1 steps of S / N bytes",
-        "alternate all-reduce": "(N - 1) S / W: N - 1 steps, each sends a whole tensor; N / 2 times as long",
-    }
-    terms = [Term(kind, how, ring_seconds(kind, nbytes, devices, 0, egress), "s") for kind, how in working.items()]
-    return Section(f"An all-reduce of S = {nbytes:,.0f} bytes over N = {devices}", tuple(terms))
+TENSOR_PARALLEL_BACKWARD = (
+    "dz(i) = dy W3(i)^T",
+    "dx2(i) = dz(i) * f(x1(i));  dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
+    "dW3(i) = z(i)^T dy;  dW2(i) = x^T dx2(i);  dW1(i) = x^T dx1(i): each device keeps its own, nothing to send",
+    "dx = all-reduce over i of (dx1(i) W1(i)^T + dx2(i) W2(i)^T)",
+)
+"""The equations of the backward pass on device i, which holds columns of W1 and W2 and rows of W3."""
 
 
 def data_parallel_section(layer: Layer) -> Section:
@@ -183,7 +167,7 @@ def tensor_parallel_section(layer: Layer) -> Section:
         terms.append(Term(f"{each}, communication", f"2 (N - 1) / N 2 B D / W: {sent} all-reduced", seconds, "s"))
         terms.append(Term(f"{each}, at most", f"N <= 1 + {bound}, for any B", most, "devices"))
         verdicts.append(_verdict(layer, each, seconds))
-    notes = (*verdicts, "backward on device i:", *(f"  {line}" for line in tensor_parallel_backward()))
+    notes = (*verdicts, "backward on device i:", *(f"  {line}" for line in TENSOR_PARALLEL_BACKWARD))
     return Section(f"Tensor parallel over N = {n}", tuple(terms), notes)
 
 
@@ -215,8 +199,14 @@ def both_section(layer: Layer) -> Section:
 
 
 def scaling_sections(layer: Layer) -> list[Section]:
-    """All sections; the first all-reduces the weights' gradients."""
-    ring = alternate_ring_section(layer.weight_bytes, layer.devices, layer.egress)
+    """All sections; the first all-reduces the weights' gradients, as usual and as in alternate_ring_all_reduce."""
+    working = {
+        "all-reduce": "2 (N - 1) / N S / W: a reduce-scatter and an all-gather, each N - 1 steps of S / N bytes",
+        "alternate all-reduce": "(N - 1) S / W: N - 1 steps, each sends a whole tensor; N / 2 times as long",
+    }
+    nbytes, n = layer.weight_bytes, layer.devices
+    rings = [Term(kind, how, ring_seconds(kind, nbytes, n, 0, layer.egress), "s") for kind, how in working.items()]
+    ring = Section(f"An all-reduce of S = {nbytes:,.0f} bytes over N = {n}", tuple(rings))
     parts = (data_parallel_section, fsdp_section, tensor_parallel_section, both_section)
     return [ring, *(part(layer) for part in parts)]
 

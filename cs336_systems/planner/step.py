@@ -132,8 +132,8 @@ def _elementwise_factors(job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
     return (d, 5 * c), (2 * d, 10 * c)
 
 
-def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
-    """Seconds of attention itself in all layers, forward and backward.
+def attention_seconds(job: Job, card: Card) -> tuple[float, float, str]:
+    """Seconds of attention itself in all layers, forward and backward, and the working.
 
     flash: 2 L B N^2 d operations forward, the visible half, and 2.5 times as many backward (Dao 2023,
     FlashAttention-2, section 4.1), at the card's measured rate for the length. naive: float32 products of all scores,
@@ -144,29 +144,21 @@ def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
     flops = attention_product_flops(s, job.batch_size, n)
     if not job.holds_scores:
         rate = card.attention_rate(n)
-        return flops / rate, 2.5 * flops / rate
-    scores = s.num_layers * 4 * job.batch_size * s.num_heads * n * n / card.bandwidth
-    rate = SCORES_RATE[job.compile] * card.matmul_fp32
+        working = f"{3.5 * flops / 1e12:.4g} TFLOP / {rate / 1e12:.4g} TFLOP/s"
+        return flops / rate, 2.5 * flops / rate, working
+    scores, rate = 4 * s.num_layers * job.batch_size * s.num_heads * n * n, SCORES_RATE[job.compile] * card.matmul_fp32
     forward, backward = SCORES_PASSES[job.compile]
-    return 2 * flops / rate + forward * scores, 4 * flops / rate + backward * scores
-
-
-def _attention_term(job: Job, card: Card) -> Term:
-    s, n = job.shape, job.shape.context_length
-    flops = attention_product_flops(s, job.batch_size, n)
-    working = f"{3.5 * flops / 1e12:.4g} TFLOP / {card.attention_rate(n) / 1e12:.4g} TFLOP/s"
-    if job.holds_scores:
-        rate, passes = SCORES_RATE[job.compile] * card.matmul_fp32, sum(SCORES_PASSES[job.compile])
-        scores = 4 * s.num_layers * job.batch_size * s.num_heads * n * n
-        of_scores = f"{passes} passes over {scores / 1e9:.4g} GB of scores / {card.bandwidth / 1e12:g} TB/s"
-        working = f"{6 * flops / 1e12:.4g} TFLOP in float32 / {rate / 1e12:.4g} TFLOP/s + {of_scores}"
-    return Term("attention", working, sum(attention_seconds(job, card)), "s")
+    of_scores = f"{forward + backward} passes over {scores / 1e9:.4g} GB of scores / {card.bandwidth / 1e12:g} TB/s"
+    working = f"{6 * flops / 1e12:.4g} TFLOP in float32 / {rate / 1e12:.4g} TFLOP/s + {of_scores}"
+    pass_s = scores / card.bandwidth
+    return 2 * flops / rate + forward * pass_s, 4 * flops / rate + backward * pass_s, working
 
 
 def compute_terms(job: Job, card: Card) -> list[Term]:
     """Forward and backward passes, without communication."""
     s, layers, nm = job.shape, job.shape.num_layers, matmul_parameters(job.shape)
     forward, backward = products_seconds(job, card)
+    attention_forward, attention_backward, attention_working = attention_seconds(job, card)
     # In float32, types are not mixed.
     rate = card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
     small = [layers * size / rate for size in elementwise_bytes(job)]
@@ -181,14 +173,14 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     terms = [
         Term("products, forward", f"2 N_m T = {operations / 1e12:.4g} TFLOP, in tiles and waves", forward, "s"),
         Term("products, backward", f"4 N_m T = {2 * operations / 1e12:.4g} TFLOP, in tiles and waves", backward, "s"),
-        _attention_term(job, card),
+        Term("attention", attention_working, attention_forward + attention_backward, "s"),
         Term("elementwise", _by_rate(elementwise, rate), sum(small), "s"),
         _through_memory("casts of weights and gradients", f"12 N_m{over(w)}", casts, card),
         _through_memory("loss", loss_formula, loss, card),
     ]
     recomputed = layers - kept_blocks(job)[0]
     if recomputed:
-        once = (forward, attention_seconds(job, card)[0], small[0])
+        once = (forward, attention_forward, small[0])
         a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once)
         working = f"{recomputed} / {layers} blocks x ({a_pass}) ms of products, attention, elementwise"
         terms.append(Term("forward again", working, recomputed / layers * sum(once), "s"))
@@ -197,7 +189,6 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
 
 
 def _by_rate(nbytes: float, rate: float) -> str:
-    """Bytes divided by bytes/s."""
     return f"{nbytes / 1e9:.4g} GB / {rate / 1e12:.4g} TB/s"
 
 

@@ -29,7 +29,6 @@ class Section:
     notes: tuple[str, ...] = ()
 
     def value(self, name: str) -> float:
-        """The value of the term of this name. Raises KeyError if there is none."""
         return {term.name: term.value for term in self.terms}[name]
 
 

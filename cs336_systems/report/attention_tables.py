@@ -1,14 +1,17 @@
-"""Views of the attention cases `attention`, `flash`, `kernels` and `leaderboard-2025`, and the table of `kernels`."""
+"""Views of the attention cases, and the heat map of `attention-sweep`."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row
 from ..machine.hardware import DTYPES
-from .fields import get, number
-from .markdown import markdown_table
-from .selection import OUTCOMES
+from .fields import get
+from .pictures import save_picture
+from .plots import put_title
+from .selection import OUTCOMES, common_facts, grouped
 from .spec import Column, Plot, View
 
 PEERS = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "fa4")
@@ -17,50 +20,76 @@ PEERS = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "fa4")
 def with_speedups(rows: Sequence[Row], metric: str, name: str, field: str, *references: Any) -> list[Row]:
     """Rows with a further metric `name`: the median of `metric` of the fastest reference, divided by the row's own.
 
-    The references of a row are the rows of `fastest`. A row without any gets no such metric.
-    """
-    reference = fastest(rows, metric, field, *references)
-    found = []
-    for row in rows:
-        best = reference(row) if row.status == "ok" else None
-        if best is not None:
-            row = replace(row, metrics={**row.metrics, name: _median(best, metric) / _median(row, metric)})
-        found.append(row)
-    return found
-
-
-def fastest(rows: Sequence[Row], metric: str, field: str, *references: Any) -> Callable[[Row], Row | None]:
-    """A function from a row to its reference with the lowest median of `metric`, or to None.
-
     The references of a row have one of `references` as their `field`, and the row's own value of every other field,
-    machine and version.
+    machine and version. A row without any gets no such metric.
     """
 
     def others(row: Row) -> str:
         config = sorted((name, str(value)) for name, value in row.config.items() if name != field)
         return f"{config} {[row.env.get(name) for name in ('gpu', 'driver', 'cuda', 'torch', 'triton')]}"
 
-    best: dict[str, Row] = {}
+    known: dict[str, dict[Any, float]] = {}
     for row in rows:
-        if row.status == "ok" and row.config.get(field) in references:
-            best[others(row)] = min(best.get(others(row), row), row, key=lambda each: _median(each, metric))
-    return lambda row: best.get(others(row))
+        if row.status == "ok" and row.config.get(field) in references and metric in row.metrics:
+            # The last one, if it was measured again.
+            known.setdefault(others(row), {})[row.config[field]] = get(row, f"metrics.{metric}.p50")
+    found = []
+    for row in rows:
+        if row.status == "ok" and metric in row.metrics and (times := known.get(others(row))):
+            faster = min(times.values()) / get(row, f"metrics.{metric}.p50")
+            row = replace(row, metrics={**row.metrics, name: faster})
+        found.append(row)
+    return found
 
 
-def _median(row: Row, metric: str) -> float:
-    return get(row, f"metrics.{metric}.p50")
-
-
-def _against_eager(rows: Sequence[Row]) -> list[Row]:
-    for phase in ("forward", "backward"):
-        rows = with_speedups(rows, f"{phase}_ms", f"{phase}_speedup", "compile", False)
-    return list(rows)
-
-
-def _against_naive_and_peers(rows: Sequence[Row]) -> list[Row]:
+def _against(rows: Sequence[Row], field: str, reference: Any) -> list[Row]:
+    """Rows with the speed-up of each pass over the reference, and over the fastest peer."""
     for phase in ("forward", "backward", "forward_backward"):
-        rows = with_speedups(rows, f"{phase}_ms", f"{phase}_speedup", "kernel", "naive")
+        rows = with_speedups(rows, f"{phase}_ms", f"{phase}_speedup", field, reference)
     return with_speedups(rows, "forward_backward_ms", "over_best_peer", "kernel", *PEERS)
+
+
+def _as_tiers(rows: Sequence[Row]) -> list[Row]:
+    """Rows of `attention-sweep` with the tier as on the command line, and their speed-up over naive attention."""
+    named = [replace(row, config={**row.config, "tier": ":".join(map(str, row.config["tier"]))}) for row in rows]
+    return with_speedups(named, "forward_ms", "forward_speedup", "kernel", "naive")
+
+
+def draw_heatmap(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw kernels over tiers: the median in ms, and the speed-up over naive attention as colour and number.
+
+    The picture has only the rows with the last row's setting.
+    """
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+    drawn = next(group for group in grouped(rows, _SWEEP_KEYS) if rows[-1] in group)
+    cells = {(row.config["kernel"], row.config["tier"]): row for row in drawn}
+    kernels, tiers = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    ratios = {place: ratio for place, row in cells.items() if (ratio := _SPEEDUP.value(row))}
+    logs = {place: math.log2(ratio) for place, ratio in ratios.items()}
+    low, high = math.floor(min(-1.0, *logs.values(), 0.0)), math.ceil(max(1.0, *logs.values(), 0.0))
+    largest = max(-low, high)
+    figure = Figure(figsize=(2.4 + 1.0 * len(tiers), 1.6 + 0.7 * len(kernels)), layout="constrained")
+    axes = figure.subplots()
+    colors = [[logs.get((kernel, tier), math.nan) for tier in tiers] for kernel in kernels]
+    image = axes.imshow(colors, cmap="PuOr", norm=Normalize(-largest, largest), aspect="auto")
+    for place, row in cells.items():
+        lines = [f"{_FORWARD.value(row):.3g} ms"] if row.status == "ok" else OUTCOMES[row.status].split(" ", 2)
+        lines += [f"{ratios[place]:.2f}x"] if place in ratios else []
+        color = "white" if abs(logs.get(place, 0.0)) > 0.6 * largest else "black"  # white on dark cells
+        x, y = tiers.index(place[1]), kernels.index(place[0])
+        axes.text(x, y, "\n".join(lines), ha="center", va="center", fontsize=8, color=color)
+    axes.set_xticks(range(len(tiers)), tiers)
+    axes.set_yticks(range(len(kernels)), kernels)
+    axes.set_xlabel("tier (queries:keys)")
+    axes.spines[:].set_visible(False)
+    bar = figure.colorbar(image, label="times as fast as naive")
+    bar.ax.set_ylim(low, high)
+    ticks = list(range(low, high + 1))
+    bar.set_ticks(ticks, labels=[f"{2.0**tick:.3g}" for tick in ticks])
+    put_title(figure, f"median of the forward pass; {common_facts(drawn, _SWEEP_KEYS)[0].replace('_', ' ')}")
+    return [save_picture(figure, folder / "attention-sweep-heatmap.png")]
 
 
 _FORWARD, _BACKWARD = (Column(f"{phase} (ms)", f"{phase}_ms.p50", ".4g") for phase in ("forward", "backward"))
@@ -70,6 +99,10 @@ _TFLOPS = (*(Column(f"{phase} (TFLOP/s)", f"{phase}_tflops", ".3g") for phase in
 _SUM = replace(_BOTH, name="forward + backward (ms)")
 _SUM_TFLOPS = replace(_BOTH_TFLOPS, name="forward + backward (TFLOP/s)")
 _BEFORE_BACKWARD = Column("in use before backward (GiB)", "memory_before_backward_bytes", ".3g", 2**30)
+
+_SUM_MEAN = Column("mean (ms)", "forward_sum_backward_ms.mean", ".3f")
+_SPEEDUP = Column("times as fast as naive", "forward_speedup")
+_SWEEP_KEYS = ("dtype", "is_causal", "batch_size", "num_heads", "head_size")
 
 ATTENTION_VIEWS: dict[str, View] = {
     "attention": View(
@@ -89,7 +122,7 @@ ATTENTION_VIEWS: dict[str, View] = {
             Plot(name=name, y=y, x="length", lines=("compile", "is_causal", "dtype"), log="xy", panels=("head_size",))
             for name, y in (("forward", _FORWARD), ("backward", _BACKWARD), ("memory", _BEFORE_BACKWARD))
         ),
-        derive=_against_eager,
+        derive=lambda rows: _against(rows, "compile", False),
     ),
     "flash": View(
         keys=("dtype", "is_causal", "batch_size", "head_size", "length", "kernel"),
@@ -112,7 +145,7 @@ ATTENTION_VIEWS: dict[str, View] = {
                 ("tflops", _SUM_TFLOPS, "x"),
             )
         ),
-        derive=_against_naive_and_peers,
+        derive=lambda rows: _against(rows, "kernel", "naive"),
     ),
     "kernels": View(
         keys=("dtype", "is_causal", "shape", "kernel"),
@@ -132,71 +165,25 @@ ATTENTION_VIEWS: dict[str, View] = {
     "leaderboard-2025": View(
         keys=("num_heads", "length", "head_size", "dtype", "rep_ms", "warmup_ms", "kernel", "compile"),
         columns=(
-            Column("mean (ms), as the handout prints it", "forward_sum_backward_ms.mean", ".3f"),
+            replace(_SUM_MEAN, name="mean (ms), as the handout prints it"),
             *(Column(f"{name} (ms)", f"forward_sum_backward_ms.{name}", ".3f") for name in ("p20", "p50", "p80")),
             Column("std (ms)", "forward_sum_backward_ms.std", ".3f"),
             Column("calls", "calls", ","),
             Column("TFLOP/s", "forward_sum_backward_tflops", ".3g"),
             Column("peak (GiB)", "peak_memory_bytes", ".2f", 2**30),
         ),
-        plots=(
-            Plot(
-                name="time",
-                y=Column("mean (ms)", "forward_sum_backward_ms.mean", ".3f"),
-                x="kernel",
-                lines=("compile",),
-                kind="bar",
-            ),
+        plots=(Plot(name="time", y=_SUM_MEAN, x="kernel", lines=("compile",), kind="bar"),),
+    ),
+    "attention-sweep": View(
+        keys=(*_SWEEP_KEYS, "tier", "kernel"),
+        columns=(
+            _FORWARD,
+            *(Column(f"{name} (ms)", f"forward_ms.{name}", ".4g") for name in ("p20", "p80", "mean", "std")),
+            Column("TFLOP/s", "forward_tflops", ".1f"),
+            _SPEEDUP,
         ),
+        plots=(Plot(name="forward", y=_FORWARD, x="tier", lines=("kernel",), kind="bar", log="y"),),
+        derive=_as_tiers,
+        more=draw_heatmap,
     ),
 }
-
-
-def attention_table(rows: Sequence[Row]) -> str:
-    """The table of `kernels`: for each type, mask and device a line per kernel and a column per shape, twice.
-
-    The first table has medians of the phases, the second the time of the handout's call, memory and start-up.
-    """
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        config, device = row.config, row.config.get("device")
-        is_causal = config.get("is_causal")
-        mask = None if is_causal is None else "causal" if is_causal else "not causal"
-        on = "CPU" if device == "cpu" else row.env.get("gpu") or device
-        setting = "".join(f"{part}, " for part in (config.get("dtype"), mask, on) if part is not None)
-        groups.setdefault(setting, []).append(row)
-    parts = []
-    for setting, group in groups.items():
-        parts += [
-            f"{setting}medians of forward / backward / both in ms (TFLOP/s of both):",
-            _kernels_by_shapes(group, _times),
-            f"{setting}`attention(q, k, v).sum().backward()` in ms / memory beyond q, k, v, o and their gradients in "
-            "MiB / first call with its compilation in s:",
-            _kernels_by_shapes(group, _call_memory_and_startup),
-        ]
-    return "\n\n".join(parts)
-
-
-def _kernels_by_shapes(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    # The last one, if a row was measured again.
-    cells = {(row.variant, "x".join(map(str, row.config["shape"]))): cell(row) for row in rows}
-    kernels, shapes = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    lines = [(kernel, *(cells.get((kernel, shape), "-") for shape in shapes)) for kernel in kernels]
-    return markdown_table(["B x H x N x D", *shapes], lines)
-
-
-def _times(row: Row) -> str:
-    if row.status != "ok":
-        refused = (row.error or "").startswith("ValueError:")  # raised by a kernel that does not support the shape
-        return "not served" if refused else OUTCOMES[row.status]
-    times = (number(row, f"metrics.{phase}_ms.p50", ".3g") for phase in ("forward", "backward", "forward_backward"))
-    return f"{' / '.join(times)} ({number(row, 'metrics.forward_backward_tflops', '.3g')})"
-
-
-def _call_memory_and_startup(row: Row) -> str:
-    if row.status != "ok":
-        return "-"
-    call = number(row, "metrics.forward_sum_backward_ms.p50", ".3g")
-    on_gpu = "extra_memory_bytes" in row.metrics
-    memory = number(row, "metrics.extra_memory_bytes", ",.1f", 2**20) if on_gpu else "n/a"
-    return f"{call} / {memory} / {number(row, 'metrics.first_call_s', '.1f')}"

@@ -1,15 +1,11 @@
-"""Values of rows and of JSON files by dotted names, and errors that name the files they come from."""
+"""Values of rows and of JSON files by dotted names, in words."""
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from ..bench.row import Row
 
 _REQUIRED = object()
-UNFIT = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, StopIteration)
-"""Raised by a table or plot if a row lacks a field, or has a value that cannot be computed with."""
 
 
 def get(source: Row | Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
@@ -32,22 +28,6 @@ def number(source: Row | Mapping[str, Any], name: str, form: str, unit: int = 1)
     """The number at a dotted name, divided by `unit` and formatted; "n/a" for None."""
     value = get(source, name)
     return "n/a" if value is None else format(value if unit == 1 else value / unit, form)
-
-
-def in_words(error: BaseException) -> str:
-    """The fault in the rows behind an error of UNFIT; for any other error its message."""
-    if isinstance(error, KeyError):
-        return f"there is no {error.args[0]!r}"
-    return f"a value is not as a table or plot needs it: {error!r}" if isinstance(error, UNFIT) else str(error)
-
-
-@contextlib.contextmanager
-def naming_the_files(paths: Sequence[Path]) -> Iterator[None]:
-    """Turn an error about the content of files into a ValueError that names them."""
-    try:
-        yield
-    except (ValueError, *UNFIT) as error:
-        raise ValueError(f"{', '.join(map(str, paths))}: {in_words(error)}") from error
 
 
 def faster(ours: float, theirs: float, other: str = "") -> str:

@@ -5,17 +5,18 @@ faster plays no role in the choice. If something was measured again, the last ru
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row, read_rows
+from ..planner.rows import naming
 from .attention_tables import PEERS
-from .fields import faster, naming_the_files
+from .fields import faster
 from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import figure_of, put_title
-from .selection import grouped, machine, runs
+from .selection import grouped, machine
 from .spec import Column, Plot
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
@@ -32,22 +33,6 @@ _STEP_FIELDS = ("size", "context_length", "batch_size", "precision", "compile")
 _PARALLEL_FIELDS = (*_STEP_FIELDS, "devices", "nccl_max_ctas")
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The times of ours and of a peer for the same work in one run."""
-
-    machine: str
-    work: str
-    ours: str
-    ours_ms: float
-    role: str
-    """Who the peer is, or how it was chosen."""
-    theirs: str
-    theirs_ms: float
-    verdict: str
-    """Such as "1.49x faster"."""
-
-
 _Compared = Iterator[tuple[str, dict[str, float], list[tuple[str, str, str]]]]
 """For each work: its name, times by name, and the pairs to compare as (ours, theirs, role)."""
 
@@ -61,7 +46,8 @@ def _attention(rows: Sequence[Row]) -> _Compared:
             work = (
                 f"attention, {c['batch_size']} x {c['num_heads']} heads of {c['head_size']}, {_LENGTH:,} tokens{mask}"
             )
-            yield work, times, [_fastest_peer(times)]
+            peer = min((name for name in PEERS if name in times), key=lambda name: times[name], default="")
+            yield work, times, [(_KERNEL, peer, "the fastest of the others")]
 
 
 def _of_training(rows: Iterable[Row]) -> list[Row]:
@@ -101,11 +87,6 @@ def _parallel(rows: Sequence[Row]) -> _Compared:
 _CASES = {"kernels": _attention, "train-step": _training, "ddp": _parallel}
 
 
-def _fastest_peer(times: dict[str, float]) -> tuple[str, str, str]:
-    peers = [name for name in PEERS if name in times]
-    return _KERNEL, min(peers, key=lambda name: times[name], default=""), "the fastest of the others"
-
-
 def _batch(config: dict[str, Any]) -> str:
     return f"{config['size']}, {config['batch_size']} x {config['context_length']}"
 
@@ -114,49 +95,40 @@ def _compiled(config: dict[str, Any]) -> str:
     return ", compiled" if config["compile"] else ", eager"
 
 
-def comparisons(files: Sequence[Path]) -> list[Comparison]:
-    """All comparisons that the rows of some files allow, case by case. Raises ValueError if there is none."""
-    found: dict[tuple[str, ...], Comparison] = {}
+def _runs(files: Sequence[Path]) -> list[list[Row]]:
+    """Successful rows in bf16, by file and run: one environment, except for the momentary state of the GPU."""
+    groups: dict[str, list[Row]] = {}
+    for file in files:
+        for row in read_rows(file):
+            if row.status == "ok" and _PRECISION in (row.config.get("precision"), row.config.get("dtype")):
+                env = sorted((name, value) for name, value in row.env.items() if not isinstance(value, dict))
+                groups.setdefault(f"{file} {env}", []).append(row)
+    return list(groups.values())
+
+
+def headline(files: Sequence[Path]) -> str:
+    """The Markdown table of all comparisons that the rows of some files allow. Raises ValueError if there is none."""
+    found: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     read = _runs(files)
     for case, compare in _CASES.items():
         for run in read:
-            with naming_the_files(files):
+            with naming(", ".join(map(str, files))):
                 for work, times, pairs in compare([row for row in run if row.case == case]):
                     for ours, theirs, role in pairs:
                         if ours in times and theirs in times:
-                            here, there, on = times[ours], times[theirs], machine(run[0])
-                            verdict = faster(here, there)
-                            found[on, work, ours, role] = Comparison(on, work, ours, here, role, theirs, there, verdict)
+                            cells = [f"`{ours}` {times[ours]:.4g} ms", f"{role} (`{theirs}`) {times[theirs]:.4g} ms"]
+                            line = [*cells, faster(times[ours], times[theirs])]
+                            found.setdefault((machine(run[0]), work), {})[ours, role] = line  # the last run counts
     if not found:
         raise ValueError(
             f"paths is {[str(path) for path in files]}: there must be rows of one run and of {_PRECISION} with a peer "
             f"beside ours, of the cases {', '.join(_CASES)}"
         )
-    order = list(dict.fromkeys((each.machine, each.work) for each in found.values()))
-    return sorted(found.values(), key=lambda each: order.index((each.machine, each.work)))
-
-
-def _runs(files: Sequence[Path]) -> list[list[Row]]:
-    """Successful rows in bf16, by file and run."""
-    found = []
-    for file in files:
-        rows = [row for row in read_rows(file) if row.status == "ok"]
-        found += runs(row for row in rows if _PRECISION in (row.config.get("precision"), row.config.get("dtype")))
-    return found
-
-
-def headline(files: Sequence[Path]) -> str:
-    """The Markdown table of all comparisons, below a line with the machine and how to read it."""
-    compared = comparisons(files)
-    machines = dict.fromkeys(each.machine for each in compared)
+    machines = dict.fromkeys(on for on, _ in found)
     lines = [
-        (
-            each.work if len(machines) == 1 else f"{each.work}, {each.machine}",
-            f"`{each.ours}` {each.ours_ms:.4g} ms",
-            f"{each.role} (`{each.theirs}`) {each.theirs_ms:.4g} ms",
-            each.verdict,
-        )
-        for each in compared
+        [work if len(machines) == 1 else f"{work}, {on}", *line]
+        for (on, work), by_name in found.items()
+        for line in by_name.values()
     ]
     table = markdown_table(("work", "ours", "peer", "ours is"), lines, left=3)
     about = "attention: forward and backward; both times of a line are from one run"
@@ -165,14 +137,10 @@ def headline(files: Sequence[Path]) -> str:
 
 def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
     """Draw the two pictures into a folder; return the files. An empty picture is left out."""
-    read = _runs(files)
-    written = []
-    for name, make in ((ATTENTION_PICTURE, _attention_figure), (TRAINING_PICTURE, _training_figure)):
-        with naming_the_files(files):
-            figure = make(read)
-        if figure is not None:
-            written.append(save_picture(figure, folder / name))
-    return written
+    with naming(", ".join(map(str, files))):
+        read = _runs(files)
+        figures = {ATTENTION_PICTURE: _attention_figure(read), TRAINING_PICTURE: _training_figure(read)}
+    return [save_picture(figure, folder / name) for name, figure in figures.items() if figure is not None]
 
 
 def _last_groups(

@@ -1,16 +1,19 @@
 """Rows of `profile-kernels`: the shares of a step's time in tables and as a picture."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
 from ..bench.profiling.kernel_totals import CLASSES
+from ..bench.profiling.kernel_trace import SCORES, SOFTMAX, VALUES
 from ..bench.row import Row
-from ..config.model import DEFAULT_VOCAB_SIZE
 from .markdown import markdown_table
 from .pictures import save_picture
-from .selection import OUTCOMES, latest
+from .plots import put_title
+from .selection import common_facts, latest
+from .spec import Column, View
+from .tables import table
 
 _ATTENTION_PARTS = (  # label, range, matrix products: only them (True), without them (False), with them (None)
     ("scores: Q K^T", SCORES, True),
@@ -34,81 +37,43 @@ CLASS_COLORS = {
 
 
 def kernels_table(rows: Sequence[Row]) -> str:
-    """For each configuration: times, shares of kernel classes, the longest kernel of each span, attention's parts."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(setting(row), []).append(row)
-    texts = []
-    for name, group in groups.items():
-        group = latest(group, ())
-        texts.append(f"{name}:")
-        texts += [f"{row.variant}: {OUTCOMES[row.status]}" for row in group if row.status != "ok"]
-        measured = [row for row in group if row.status == "ok"]
-        if measured:
-            texts += [_times(measured), _shares(measured), _longest(measured)]
-            if any(row.metrics["attention"] for row in measured):
-                texts.append(_attention(measured))
-    return "\n\n".join(texts)
+    """Times of a step, shares of kernel classes in its spans, and attention's parts."""
+    shown = latest(rows, KEYS)
+    done = [row for row in shown if row.status == "ok"]
+    spans, parts = ([part for row in done for part in split(row)] for split in (_spans, _attention_parts))
+    tables = [table(shown, VIEW)]
+    tables += [f"Shares of kernel time:\n\n{table(spans, _SPANS)}"] if spans else []
+    tables += [f"Parts of attention:\n\n{table(parts, _PARTS)}"] if parts else []
+    return "\n\n".join(tables)
 
 
-def setting(row: Row) -> str:
-    """The configuration of a row without its mode: "xl, 4 x 512, fp32, attention naive, NVIDIA H200"."""
-    config = row.config
-    on = row.env.get("gpu") if config.get("device") != "cpu" else "CPU"
-    parts = [
-        config["size"],
-        f"{config['batch_size']} x {config['context_length']}",
-        config["precision"],
-        f"attention {config['attention']}",
-        "compiled" if config.get("compile") else "",
-        f"vocabulary {config.get('vocab_size')}" if config.get("vocab_size") not in (None, DEFAULT_VOCAB_SIZE) else "",
-        f"optimizer {config.get('optimizer')}" if config.get("optimizer") not in (None, "torch_fused") else "",
-        f"checkpointing {checkpointing}" if (checkpointing := config.get("activation_checkpointing")) != "none" else "",
-        on or config.get("device"),
-        "nsys" if config.get("tool") == "nsys" else "",
+def _spans(row: Row) -> list[Row]:
+    """A row for each span of a step: kernel time, time by the host's clock, and the shares of kernel classes."""
+    clock = row.metrics["phase_wall_ms"]
+    passes = clock.get("forward", 0.0) + clock.get("backward", 0.0)
+    clock = {"inference": passes, "forward + backward": passes, "training step": sum(clock.values()), **clock}
+    spans = []
+    for name, span in row.metrics["spans"].items():
+        share = {kind: share for kind, share in span["share"].items() if share}  # classes without any get no column
+        metrics = {**span, "clock_ms": clock.get(name), "share": share}
+        spans.append(replace(row, config={**row.config, "in": name}, metrics=metrics))
+    return spans
+
+
+def _attention_parts(row: Row) -> list[Row]:
+    """A row for each phase and part of attention, with matrix products apart from the kernels around them."""
+    parts, operations = row.metrics["attention"], row.metrics["attention_operations"]
+    return [
+        replace(
+            row,
+            config={**row.config, "in": phase, "attention part": label},
+            metrics={"ms": attention_part_ms(row, phase, part, products)}
+            | ({} if products is False else {"operations": operations[part]}),
+        )
+        for phase in row.metrics["phase_wall_ms"]
+        if any(phase in of_phase for of_phase in parts.values())
+        for label, part, products in _ATTENTION_PARTS
     ]
-    return ", ".join(str(part) for part in parts if part)
-
-
-def _ms(value: Any) -> str:
-    return "n/a" if value is None else f"{value:.3g}" if value < 100 else f"{value:.1f}"
-
-
-def _times(rows: Sequence[Row]) -> str:
-    header = "mode,step (ms),the same profiled (ms),kernels together (ms),at least one running (ms),steps"
-    names = ("wall_ms", "profiled_wall_ms", "kernel_ms", "busy_ms")
-    lines = []
-    for row in rows:
-        lines.append((row.variant, *(_ms(row.metrics[name]) for name in names), str(row.config["steps"])))
-    return markdown_table(header.split(","), lines)
-
-
-def _shares(rows: Sequence[Row]) -> str:
-    """A column for each span, with the shares of kernel classes, the kernel time, and the time by the host's clock."""
-    columns = []
-    for row in rows:
-        phases = row.metrics["phase_wall_ms"]
-        whole = {"inference": phases.get("forward"), "training step": sum(phases.values())}
-        whole["forward + backward"] = phases.get("forward", 0.0) + phases.get("backward", 0.0)
-        for name, span in row.metrics["spans"].items():
-            columns.append((name, span, phases.get(name, whole.get(name))))
-    shown = [cls for cls in CLASSES if any(span["share"].get(cls) for _, span, _ in columns)]
-    lines = [(cls, *(f"{span['share'].get(cls, 0.0):.1%}" for _, span, _ in columns)) for cls in shown]
-    lines.append(("kernel time (ms)", *(_ms(span["kernel_ms"]) for _, span, _ in columns)))
-    lines.append(("time by the clock (ms)", *(_ms(clock) for _, _, clock in columns)))
-    return "Shares of kernel time:\n\n" + markdown_table(["class", *(name for name, _, _ in columns)], lines)
-
-
-def _longest(rows: Sequence[Row]) -> str:
-    spans = [each for row in rows for each in row.metrics["spans"].items()]
-    lines = [(name, *_kernel_cells(span["top"][0])) for name, span in spans if span["top"]]
-    header = ["in", "class", "calls a step", "ms a step", "share", "kernel with the most time"]
-    return markdown_table(header, lines)
-
-
-def _kernel_cells(kernel: dict[str, Any]) -> tuple[str, ...]:
-    numbers = f"{kernel['calls']:g}", _ms(kernel["ms"]), f"{kernel['share']:.1%}"
-    return kernel["class"], *numbers, f"`{short_name(kernel['kernel'])}`"
 
 
 def short_name(kernel: str) -> str:
@@ -124,8 +89,11 @@ def top_kernels_tables(row: Row) -> str:
     tables = []
     for name, span in row.metrics["spans"].items():
         if name != "forward + backward" or row.variant == "forward_backward":
-            lines = [(str(i + 1), *_kernel_cells(kernel)) for i, kernel in enumerate(span["top"])]
-            tables.append(f"{name}: {_ms(span['kernel_ms'])} ms of kernels a step\n\n" + markdown_table(header, lines))
+            lines = []
+            for i, kernel in enumerate(span["top"], start=1):
+                numbers = f"{kernel['calls']:g}", f"{kernel['ms']:.4g}", f"{kernel['share']:.1%}"
+                lines.append((str(i), kernel["class"], *numbers, f"`{short_name(kernel['kernel'])}`"))
+            tables.append(f"{name}: {span['kernel_ms']:.4g} ms of kernels a step\n\n" + markdown_table(header, lines))
     return "\n\n".join(tables)
 
 
@@ -135,31 +103,29 @@ def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) ->
     return sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)
 
 
-def _attention(rows: Sequence[Row]) -> str:
-    """Time and operations of attention's parts, with matrix products apart from the kernels around them."""
-    operations = rows[0].metrics["attention_operations"]
-    columns = [
-        (row, phase)
-        for row in rows
-        for phase in row.metrics["phase_wall_ms"]
-        if any(phase in of_phase for of_phase in row.metrics["attention"].values())
-    ]
-    lines = []
-    for label, part, products in _ATTENTION_PARTS:
-        counted = "-" if products is False else f"{operations[part] / 1e9:.3g}"
-        lines.append((label, counted, *(_ms(attention_part_ms(row, phase, part, products)) for row, phase in columns)))
-    heads = [
-        "inference" if row.variant == "forward" else f"{phase}, {row.variant.replace('_', ' ')}"
-        for row, phase in columns
-    ]
-    table = markdown_table(["attention", "GFLOP forward", *(f"{head} (ms)" for head in heads)], lines)
-    of_products = attention_part_ms(*columns[0], SCORES, True) + attention_part_ms(*columns[0], VALUES, True)
-    if not of_products:
-        return table
-    ratio = attention_part_ms(*columns[0], SOFTMAX, None) / of_products
-    work = operations[SOFTMAX] / (operations[SCORES] + operations[VALUES])
-    told = f"softmax takes {ratio:.2f} of the time of the two products, for {work:.3f} of their operations"
-    return f"{table}\n\nIn {heads[0]}, {told}."
+KEYS = ("size", "vocab_size", "context_length", "batch_size", "precision", "compile", "attention", "optimizer",
+        "activation_checkpointing", "tool", "mode")  # fmt: skip
+VIEW = View(
+    keys=KEYS,
+    columns=(
+        Column("step (ms)", "wall_ms", ".4g"),
+        Column("the same profiled (ms)", "profiled_wall_ms", ".4g"),
+        Column("kernels together (ms)", "kernel_ms", ".4g"),
+        Column("at least one running (ms)", "busy_ms", ".4g"),
+    ),
+)
+_SPANS = View(
+    keys=(*KEYS, "in"),
+    columns=(
+        Column("kernels (ms)", "kernel_ms", ".4g"),
+        Column("by the clock (ms)", "clock_ms", ".4g"),
+        *(Column(name, f"share.{name}", ".1%") for name in CLASSES),
+    ),
+)
+_PARTS = View(
+    keys=(*KEYS, "in", "attention part"),
+    columns=(Column("GFLOP forward", "operations", ".3g", 10**9), Column("time (ms)", "ms", ".4g")),
+)
 
 
 def plot_shares(rows: Sequence[Row], out: Path) -> None:
@@ -184,7 +150,7 @@ def plot_shares(rows: Sequence[Row], out: Path) -> None:
     axis.set_xlim(0, 1)
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     axis.set_xlabel("share of kernel time in a step")
-    axis.set_title(setting(rows[0]), loc="left", fontsize=11)
+    put_title(figure, common_facts(rows, KEYS)[0].replace("_", " "))
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(shown), frameon=False)

@@ -1,33 +1,80 @@
 """Memory by part and moment of `optimizer-sharding` and `fsdp-accounting`: tables, picture and view."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ..bench.instruments.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
+from ..bench.instruments.memory_moments import AFTER, BEFORE, INITIALISED, MOMENTS, PARTS
 from ..bench.profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
-from ..bench.profiling.timeline_plot import COLORS
+from ..bench.profiling.timeline import COLORS
 from ..bench.row import Row
 from ..planner.activations import counted_activations
 from ..planner.memory import part_bytes
 from ..planner.rows import is_of_cpu, training_job, workload_job
-from .markdown import markdown_table
+from .fields import get
 from .pictures import save_picture
 from .plots import put_title
-from .selection import OUTCOMES, common_facts, grouped, job_on_ranks, label, latest
+from .selection import common_facts, grouped, label, latest
 from .spec import Column, View
+from .strategy_tables import SETTING
+from .tables import table
 
-_SETTING = ("devices", "size", "context_length", "batch_size", "precision", "compile")
-_KEYS = (*_SETTING, "variant")
+KEYS = (*SETTING, "variant")
 _COLORS = dict(
     zip(PARTS, (COLORS[c] for c in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER)), strict=True)
 )
 
 
 def memory_parts_table(rows: Sequence[Row]) -> str:
-    """For each machine and setting: memory by part and moment, savings over the first variant, and all gathers."""
-    return "\n\n".join(_setting_tables(group) for group in grouped(latest(rows, _KEYS), _SETTING))
+    """Memory by part and moment, peaks and savings over the first variant, and all gathers."""
+    shown = latest(with_savings(rows), KEYS)
+    done = [row for row in shown if row.status == "ok"]
+    texts = [
+        "Of the process with most memory. Peak: since the previous moment. Predicted: the largest size of each part, "
+        "and the peak of all together.",
+        table([moment for row in done for moment in _moments(row)], _MOMENTS),
+    ]
+    texts = [*(texts if done else []), table(shown, VIEW)]
+    for row in done:
+        if "gathers" in row.metrics:
+            in_time, counted = row.metrics["gathers_in_time"], row.metrics["gathers_counted"]
+            late = "other one stalls" if counted - in_time == 1 else "others stall"
+            gathers = [replace(row, config={**row.config, **each}, metrics=each) for each in row.metrics["gathers"]]
+            texts += [
+                f"{row.variant}: {in_time} of {counted} all-gathers of a step end before their weights are needed; "
+                f"the {late} it for {row.metrics['stall_ms']:.3f} ms. In the order of their use; turn 2 is the "
+                "backward pass.",
+                table(gathers, _GATHERS),
+            ]
+    return "\n\n".join(texts)
+
+
+def with_savings(rows: Sequence[Row]) -> list[Row]:
+    """Rows with their savings over the first variant of the same setting, and the error of the predicted peak."""
+    found = []
+    for group in grouped(rows, SETTING):
+        first_peak, first_predicted = (get(group[0], f"metrics.{name}", None) for name in _PEAKS)
+        for row in group:
+            peak, predicted = (get(row, f"metrics.{name}", None) for name in _PEAKS)
+            more = {}
+            if peak is not None and predicted is not None:
+                more["error"] = predicted / peak - 1
+            if row is not group[0] and None not in (peak, first_peak):
+                more["saved_bytes"] = first_peak - peak
+            if row is not group[0] and None not in (predicted, first_predicted):
+                more["predicted_saved_bytes"] = first_predicted - predicted
+            found.append(replace(row, metrics={**row.metrics, **more}))
+    return found
+
+
+def _moments(row: Row) -> list[Row]:
+    """A row for each moment, and one for the prediction if there is any."""
+    found = {
+        name: {"live": moment["live_bytes"], "peak": moment["peak_bytes"], **moment["parts"]}
+        for name, moment in row.metrics["moments"].items()
+    }
+    found |= {"predicted": row.metrics["predicted"]} if row.metrics.get("predicted") else {}
+    return [replace(row, config={**row.config, "moment": name}, metrics=sizes) for name, sizes in found.items()]
 
 
 def predicted_today(rows: Sequence[Row]) -> list[Row]:
@@ -45,90 +92,6 @@ def predicted_today(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _setting_tables(rows: Sequence[Row]) -> str:
-    done = [row for row in rows if row.status == "ok"]
-    unit, size = _unit(max((row.metrics["peak_memory_bytes"] for row in done), default=0))
-    compiled = "compiled" if rows[0].config["compile"] else "eager"
-    parts = [
-        f"{job_on_ranks(rows[0])}, {compiled}; "
-        f"{unit} of the process with most memory; peak: since the previous moment; predicted: the largest size of "
-        "each part, and the peak of all together:",
-        _moments_table(done, size),
-        _savings_table(rows, unit, size),
-    ]
-    for row in done:
-        if "gathers" in row.metrics:
-            in_time, counted = row.metrics["gathers_in_time"], row.metrics["gathers_counted"]
-            late = "other one stalls" if counted - in_time == 1 else "others stall"
-            parts.append(
-                f"{row.variant}: {in_time} of {counted} all-gathers of a step end before their weights are needed; "
-                f"the {late} it for {row.metrics['stall_ms']:.3f} ms. {_gathers_table(row.metrics['gathers'])}"
-            )
-    failures = [f"- {row.variant} {OUTCOMES[row.status]}: {row.error}" for row in rows if row.status != "ok"]
-    return "\n\n".join([*parts, *(["\n".join(failures)] if failures else [])])
-
-
-def _unit(most: float) -> tuple[str, int]:
-    """The unit, and its number of bytes, in which the largest of some sizes reads best."""
-    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-    return next((each for each in units if most >= each[1]), units[-1])
-
-
-def _number(nbytes: float | None, size: int) -> str:
-    return "-" if nbytes is None else f"{nbytes / size:.2f}" if nbytes else "0"
-
-
-def _moments_table(rows: Sequence[Row], size: int) -> str:
-    """A line for each variant and moment, and one for its predicted parts if there are any."""
-    lines = []
-    for row in rows:
-        for name in MOMENTS:
-            moment = row.metrics["moments"][name]
-            numbers = (moment["live_bytes"], moment["peak_bytes"], *(moment["parts"][part] for part in PARTS))
-            lines.append([row.variant, name, *(_number(value, size) for value in numbers)])
-        if predicted := row.metrics.get("predicted"):
-            parts = (_number(predicted.get(part), size) for part in PARTS)
-            lines.append([row.variant, "predicted", "-", _number(predicted.get("peak"), size), *parts])
-    header = ["variant", "moment", "live", "peak", *(part.replace("_", " ") for part in PARTS)]
-    return markdown_table(header, lines, left=2)
-
-
-def _savings_table(rows: Sequence[Row], unit: str, size: int) -> str:
-    """A line for each variant: step, measured and predicted peak, and both savings over the first variant."""
-
-    def peaks(row: Row) -> tuple[float, float | None]:
-        return row.metrics["peak_memory_bytes"], row.metrics.get("predicted", {}).get("peak")
-
-    first = rows[0]
-    lines = []
-    for row in rows:
-        if row.status != "ok":
-            lines.append([row.variant, OUTCOMES[row.status], *"-----"])
-            continue
-        peak, predicted = peaks(row)
-        error = "-" if predicted is None else f"{predicted / peak - 1:+.1%}"
-        saved, predicted_saved = "-", "-"
-        if row is not first and first.status == "ok":
-            first_peak, first_predicted = peaks(first)
-            saved = _number(first_peak - peak, size)
-            if first_predicted is not None and predicted is not None:
-                predicted_saved = _number(first_predicted - predicted, size)
-        step = f"{row.metrics['step_ms']['p50']:.1f}"
-        lines.append([row.variant, step, _number(peak, size), _number(predicted, size), error, saved, predicted_saved])
-    over = f"saved over {first.variant} ({unit})"
-    header = ["variant", "step (ms)", f"peak ({unit})", "predicted", "error", over, "predicted saving"]
-    return markdown_table(header, lines)
-
-
-def _gathers_table(gathers: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        [each["unit"], str(each["turn"]), f"{each['ms']:.3f}", f"{each['slack_ms']:+.3f}", f"{each['stall_ms']:.3f}"]
-        for each in gathers
-    ]
-    table = markdown_table(["unit", "turn", "gather (ms)", "slack (ms)", "stall (ms)"], lines)
-    return f"In the order of their use; turn 2 is the backward pass:\n\n{table}"
-
-
 def draw_parts(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw the memory of each row at each moment, by part, and the peak since the moment before, into a PNG."""
     from matplotlib.figure import Figure
@@ -137,43 +100,57 @@ def draw_parts(rows: Sequence[Row], folder: Path) -> list[Path]:
     if not done:
         return []
     moments = [row.metrics["moments"][name] for row in done for name in MOMENTS]
-    unit, size = _unit(max(moment["peak_bytes"] for moment in moments))
-    facts, differing = common_facts(done, _KEYS)
+    facts, differing = common_facts(done, KEYS)
     names = [" ".join(label(name, row) for name in differing) or row.variant for row in done]
     figure = Figure(figsize=(9, 1.2 + 0.32 * len(moments)), layout="constrained")
     axis, left = figure.subplots(), [0.0] * len(moments)
     for part in PARTS:
-        widths = [max(0, moment["parts"][part]) / size for moment in moments]
+        widths = [max(0, moment["parts"][part]) / 2**30 for moment in moments]
         if any(widths):
             axis.barh(range(len(moments)), widths, left=left, color=_COLORS[part], label=part.replace("_", " "))
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    peaks = [moment["peak_bytes"] / size for moment in moments]
+    peaks = [moment["peak_bytes"] / 2**30 for moment in moments]
     axis.plot(peaks, range(len(moments)), "k|", ms=12, mew=1.5, label="peak since the moment before")
     axis.set_yticks(range(len(moments)), [f"{name}: {moment}" for name in names for moment in MOMENTS], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel(f"memory in use ({unit})")
+    axis.set_xlabel("memory in use (GiB)")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     put_title(figure, facts.replace("_", " "))
     return [save_picture(figure, folder / f"{done[0].case}-parts.png")]
 
 
-def _at(moment: str, metric: str, name: str) -> Column:
-    return Column(name, f"moments.{moment}.{metric}", ".4g", 2**30)
+def _gib(name: str, metric: str) -> Column:
+    return Column(f"{name} (GiB)", metric, ".4g", 2**30)
 
 
+_PEAKS = ("peak_memory_bytes", "predicted.peak")
 VIEW = View(
-    keys=_KEYS,
+    keys=KEYS,
     columns=(
         Column("step (ms)", "step_ms.p50"),
-        Column("peak (GiB)", "peak_memory_bytes", ".4g", 2**30),
-        Column("predicted (GiB)", "predicted.peak", ".4g", 2**30),
-        _at(INITIALISED, "peak_bytes", "peak of initialisation (GiB)"),
-        _at(BEFORE, "live_bytes", "before the step (GiB)"),
-        _at(AFTER, "live_bytes", "after the step (GiB)"),
-        _at(FORWARD, "parts.activations", "activations (GiB)"),
-        *(_at(AFTER, f"parts.{part}", f"{part.replace('_', ' ')} (GiB)") for part in PARTS[:3]),
+        _gib("peak", _PEAKS[0]),
+        _gib("predicted", _PEAKS[1]),
+        Column("error", "error", "+.1%"),
+        _gib("saved", "saved_bytes"),
+        _gib("predicted saving", "predicted_saved_bytes"),
+        _gib("peak of initialisation", f"moments.{INITIALISED}.peak_bytes"),
+        _gib("before the step", f"moments.{BEFORE}.live_bytes"),
+        _gib("after the step", f"moments.{AFTER}.live_bytes"),
         Column("stall of gathers (ms)", "stall_ms", ".3f"),
     ),
+    derive=with_savings,
     more=draw_parts,
+)
+_MOMENTS = View(
+    keys=(*KEYS, "moment"),
+    columns=(_gib("live", "live"), _gib("peak", "peak"), *(_gib(part.replace("_", " "), part) for part in PARTS)),
+)
+_GATHERS = View(
+    keys=(*KEYS, "unit", "turn"),
+    columns=(
+        Column("gather (ms)", "ms", ".3f"),
+        Column("slack (ms)", "slack_ms", "+.3f"),
+        Column("stall (ms)", "stall_ms", ".3f"),
+    ),
 )

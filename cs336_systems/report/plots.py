@@ -33,35 +33,25 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) 
     """Draw rows into a PNG, or into one for each value of the fields in `plot.files`; return the files.
 
     Rows without the metric are left out. So is a line plot with a single x, because the table shows as much. Keys that
-    all rows share are named above the picture.
+    all rows share are named above the picture. Earlier pictures of the plot that are not drawn again are removed.
     """
-    parts = _split(_measured_points(plot, rows), plot.files)
+    points = [point for row in rows for point in plot.points(row) if plot.y.value(point) is not None]
+    parts = _split(points, plot.files)
     files = []
-    for part in parts or [[]]:
+    for part in parts:
         if plot.kind == "line" and len({_x(plot, row) for row in part}) < 2:
             continue
         ends = [show(part[0].config.get(name)) for name in plot.files] if len(parts) > 1 else []
         file = path.with_name("-".join([path.stem, *ends]) + path.suffix)
         files.append(save_picture(figure_of(plot, part, keys), file))
-    return files
-
-
-def redraw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) -> list[Path]:
-    """Draw rows that have the metric, and remove the plot's earlier pictures that are not drawn again."""
-    files = draw(plot, rows, path, keys) if _measured_points(plot, rows) else []
-    ends = itertools.product(*plot.files.values()) if plot.files else ()
-    for known in (path, *(path.with_name("-".join([path.stem, *map(show, end)]) + path.suffix) for end in ends)):
+    ends_of_all = itertools.product(*plot.files.values()) if plot.files else ()
+    for known in (path, *(path.with_name("-".join([path.stem, *map(show, e)]) + path.suffix) for e in ends_of_all)):
         if known not in files:
             known.unlink(missing_ok=True)
     return files
 
 
-def _measured_points(plot: Plot, rows: Sequence[Row]) -> list[Row]:
-    return [point for row in rows for point in plot.points(row) if plot.y.value(point) is not None]
-
-
 def _split(rows: Sequence[Row], fields: Collection[str]) -> list[list[Row]]:
-    """Rows by their values of some fields."""
     parts: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         parts.setdefault(tuple(row.config.get(name) for name in fields), []).append(row)
@@ -85,10 +75,7 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
     placed = (plot.x, *plot.panels, *plot.files)
     names = dict.fromkeys((*plot.lines, *keys, MACHINE))  # lines differ in fields that the plot does not name, too
     differing = [name for name in names if name not in placed and differ(rows, name)]
-    if plot.kind == "bar" and not plot.panels and len({_x(plot, row) for row in rows}) == 1:
-        figure, keys = _horizontal_bars(plot, rows, differing), [*dict.fromkeys((*keys, plot.x))] if keys else []
-    else:
-        figure = _panels(plot, rows, differing)
+    figure = _panels(plot, rows, differing)
     if rows and keys:
         put_title(figure, common_facts(rows, keys)[0].replace("_", " "))
     return figure
@@ -97,27 +84,6 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
 def put_title(figure: Any, text: str) -> None:
     """Write a line above a picture, beginning at its left edge."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=8, wrap=True)
-
-
-def _horizontal_bars(plot: Plot, rows: Sequence[Row], differing: Sequence[str]) -> Any:
-    """Named bars with their numbers at the end, the shortest on top."""
-    from matplotlib.figure import Figure
-
-    values = {name: next(iter(points.values())) for name, points in _lines(plot, rows, plot.y, differing).items()}
-    names = sorted(values, key=lambda name: values[name])
-    figure = Figure(figsize=(8, 1.4 + 0.4 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    for place, name in enumerate(names):
-        bar = axes.barh(place, values[name], 0.7, color=KERNEL_COLORS.get(name) or f"C{list(values).index(name)}")
-        axes.bar_label(bar, [format(values[name], plot.y.form)], padding=4, fontsize=9)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)  # room for the numbers
-    axes.set_xlabel(plot.y.name)
-    axes.set_axisbelow(True)
-    axes.grid(axis="x", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def _panels(plot: Plot, rows: Sequence[Row], differing: Sequence[str]) -> Any:

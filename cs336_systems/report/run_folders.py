@@ -8,8 +8,9 @@ from typing import Any
 
 from ..config.run import ModelConfig
 from ..planner.accounting import num_parameters
+from ..planner.rows import naming
 from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
-from .fields import get, naming_the_files, number
+from .fields import get, number
 from .markdown import markdown_table
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
             logger.warning("%s is not finished, left out", run_dir)
             continue
         files = run_dir / "config.json", run_dir / "result.json"
-        with naming_the_files(files):
+        with naming(", ".join(map(str, files))):
             lines.append(_line(run_dir.name, *map(_read_json, files)))
     if not lines:  # no error: unfinished runs may still be plotted
         return "none of these runs is finished"
@@ -57,7 +58,7 @@ def _read_json(path: Path) -> Any:
 def summary_block(run_dir: Path) -> str:
     """`summary` of a run folder as a Markdown code block."""
     path = run_dir / "result.json"
-    with naming_the_files([path]):
+    with naming(str(path)):
         return f"```text\n{summary(_read_json(path))}\n```"
 
 

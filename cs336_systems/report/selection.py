@@ -22,13 +22,6 @@ def machine(row: Row) -> str:
     return f"CPU, {row.env.get('cpu_threads')} threads" if is_of_cpu(row) else str(row.env["gpu"])
 
 
-def job_on_ranks(row: Row) -> str:
-    """The setting of a step on several ranks: "2 x NVIDIA H200, xl, 4 x 512 per process, bf16"."""
-    c = row.config
-    batch = f"{c['batch_size']} x {c['context_length']} per process"
-    return f"{c['devices']} x {machine(row)}, {c['size']}, {batch}, {c['precision']}"
-
-
 def value_of(row: Row, name: str) -> Any:
     """A field of a row's configuration, or its machine."""
     return machine(row) if name == MACHINE else row.config.get(name)
@@ -49,14 +42,6 @@ def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(group_key(row, names), []).append(row)
-    return list(groups.values())
-
-
-def runs(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows grouped by their whole environment, except for the momentary state of the GPU."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(str(sorted((k, v) for k, v in row.env.items() if not isinstance(v, dict))), []).append(row)
     return list(groups.values())
 
 

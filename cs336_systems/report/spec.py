@@ -37,8 +37,7 @@ class Column:
 class Plot:
     """A metric over a field of the configuration, with a line or bars for each value of some other fields.
 
-    A row without the x field is a horizontal line, because its metric does not depend on that field. If all bars share
-    one x, they are drawn horizontally, one below the other.
+    A row without the x field is a horizontal line, because its metric does not depend on that field.
     """
 
     name: str
@@ -71,11 +70,7 @@ class View:
     plots: tuple[Plot, ...] = ()
     derive: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     """Adds metrics that compare several rows, such as speed-ups."""
-    note: Column | None = None
-    """A text below the table, written once if all rows agree."""
     details: Callable[[Row], str] | None = None
-    """Text below the table for each successful row."""
-    write: Callable[[Sequence[Row], Path], list[Path]] | None = None
-    """Writes the case's own files instead of the table and the plots."""
+    """Text below the table for each successful row; equal texts are written once."""
     more: Callable[[Sequence[Row], Path], list[Path]] | None = None
     """Writes further files beside the table and the plots."""

@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.case import option_words
-from ..bench.cases.overlap_trace import DEFAULTS
+from ..bench.cases.ddp import DEFAULTS
 from ..bench.instruments.streams import Streams, totals
 from ..bench.instruments.trace import merge
 from ..bench.profiling.nsys import record_command
 from ..bench.profiling.page import fill_page
 from ..bench.row import Row
 from ..machine.files import write_whole
-from .fields import naming_the_files
+from ..planner.rows import naming
 from .markdown import markdown_table
 from .pictures import save_picture
 from .selection import common_facts
 from .spec import Column, View
+from .strategy_tables import SETTING, STREAMS
 
 logger = logging.getLogger(__name__)
 COLORS = {"compute": "#1f77b4", "communication": "#d62728"}
-_KEYS = ("size", "devices", "context_length", "batch_size", "precision", "compile", "variant")
+_KEYS = (*SETTING, "variant")
 
 
 def read_streams(path: Path) -> Streams:
@@ -72,7 +73,7 @@ def write_page(paths: Sequence[Path], out: Path, note: str) -> None:
     steps = []
     for path in paths:
         streams, content = read_streams(path), json.loads(path.read_text())
-        with naming_the_files([path]):
+        with naming(str(path)):
             named = {"names": content["names"], "pieces": content["pieces"]}
         steps.append({"name": path.stem, "totals": totals(streams), **named})
     data = {"kinds": [{"name": name, "color": color} for name, color in COLORS.items()], "steps": steps}
@@ -115,14 +116,7 @@ def nsys_command(row: Row) -> str:
 
 VIEW = View(
     keys=_KEYS,
-    columns=(
-        Column("step (ms)", "step_ms.p50"),
-        Column("profiled: first to last (ms)", "span_ms"),
-        Column("computing (ms)", "compute_ms"),
-        Column("communicating (ms)", "communication_ms"),
-        Column("both (ms)", "both_ms"),
-        Column("overlapped", "overlapped", ".0%"),
-    ),
+    columns=(Column("step (ms)", "step_ms.p50"), *STREAMS),
     details=lambda row: (
         f"To record the step of {row.variant} with Nsight Systems instead:\n\n```bash\n{nsys_command(row)}\n```"
     ),

@@ -29,12 +29,10 @@ def table(rows: Sequence[Row], view: View) -> str:
     header = [*names, *([column.name for column in shown] or ["outcome"])]
     parts = [f"{facts}:"] if facts else []
     parts.append(markdown_table(header, lines, left=len(names)))
-    if view.note:
-        notes = dict.fromkeys(view.note.text(row) for row in rows)
-        parts += [f"{view.note.name}: {text}." for text in notes if text != "-"]
     if errors := dict.fromkeys(f"- failed: {plain(row.error or '')}" for row in rows if row.status == "error"):
         parts.append("\n".join(errors))
-    return "\n\n".join([*parts, *(view.details(row) for row in rows if view.details and row.status == "ok")])
+    details = dict.fromkeys(view.details(row) for row in rows if view.details and row.status == "ok")
+    return "\n\n".join([*parts, *details])
 
 
 def csv_text(rows: Sequence[Row], view: View) -> str:

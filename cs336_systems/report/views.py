@@ -7,12 +7,11 @@ from typing import TypeVar
 
 from ..bench.row import Row, read_rows
 from ..machine.files import write_whole
-from . import memory_parts, memory_profiles, step_streams, strategy_tables, sweep_reports
-from .attention_tables import ATTENTION_VIEWS, attention_table
-from .fields import naming_the_files
-from .kernel_profiles import kernels_table
+from ..planner.rows import naming
+from . import kernel_profiles, memory_parts, memory_profiles, step_streams, strategy_tables
+from .attention_tables import ATTENTION_VIEWS
 from .markdown import markdown_table
-from .plots import redraw
+from .plots import draw
 from .selection import latest
 from .spec import Column, Plot, View
 from .tables import csv_text, table
@@ -27,6 +26,11 @@ _PEAK = Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30)
 _RATES = (Column("tokens/s", "tokens_per_s", ",.0f"), Column("MFU", "mfu", ".1%"))
 _CALL = Column("a call (ms)", "time_ms.p50", ".4g")
 _BUS = Column("bus (GB/s)", "bus_bytes_per_s", ".4g", 10**9)
+_OF_RUNS = {
+    "time": Column("an epoch (s)", "epoch_s", ".4g"),
+    "memory": Column("peak memory of a process (GiB)", "peak_memory_bytes", ".3g", 2**30),
+    "throughput": _RATES[0],
+}
 _MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
                "activation_checkpointing", "optimizer", "warmup")  # fmt: skip
 
@@ -159,7 +163,7 @@ VIEWS: dict[str, View] = {
               "activation_checkpointing", "compile", "compile_memory_budget", "loss_chunk_tokens"),
         columns=(_STEP, _MEAN, _STD, *_RATES, Column("TFLOP/s a GPU", "tflops", ".1f"), _PEAK,
                  Column("start-up (s)", "startup_s", ".1f")),
-        note=Column("A step", "timer", "s"),
+        details=lambda row: f"A step: {row.metrics['timer']}.",
         plots=(
             Plot(name="step", y=_STEP, x="activation_checkpointing", kind="bar",
                  lines=("strategy", "weight_dtype", "attention", "compile", "compile_memory_budget")),
@@ -183,23 +187,35 @@ VIEWS: dict[str, View] = {
         ),
     ),
     **ATTENTION_VIEWS,
-    "attention-sweep": sweep_reports.ATTENTION_SWEEP,
-    "lm-matrix": sweep_reports.LM_MATRIX,
+    "lm-matrix": View(
+        keys=("size", "d_model", "num_layers", "vocab_size", "context_length", "batch_size", "precision", "compile",
+              "devices", "train_path", "epochs", "max_steps", "lr", "seed", "device", "kernel", "strategy"),
+        columns=(
+            Column("final loss", "final_loss", ".5f"),
+            Column("differs by", "loss_difference", ".1e"),
+            Column("first gradient norms differ by", "norm_difference", ".1e"),
+            Column("last training loss", "train_loss", ".5f"),
+            Column("steps", "steps", ".0f"),
+            *_OF_RUNS.values(),
+            _STEP,
+            Column("start-up (s)", "startup_s", ".1f"),
+        ),
+        plots=tuple(Plot(name=name, y=y, x="kernel", lines=("strategy",), kind="bar") for name, y in _OF_RUNS.items()),
+    ),
+    "ddp": strategy_tables.DDP,
     "bucket-size": strategy_tables.BUCKET_SIZE,
     "overlap-trace": step_streams.VIEW,
     "optimizer-sharding": memory_parts.VIEW,
     "fsdp-accounting": memory_parts.VIEW,
+    "profile-kernels": kernel_profiles.VIEW,
     "profile-memory": memory_profiles.VIEW,
 }  # fmt: skip
 
 
 _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "ddp": strategy_tables.ddp_table,
-    "kernels": attention_table,
     "optimizer-sharding": memory_parts.memory_parts_table,
     "fsdp-accounting": memory_parts.memory_parts_table,
-    "profile-kernels": kernels_table,
-    "profile-memory": memory_profiles.memory_table,
+    "profile-kernels": kernel_profiles.kernels_table,
 }
 """Cases whose table is not simply a line for each row."""
 
@@ -215,20 +231,17 @@ def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
 def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) -> list[Path]:
     """Write a table (.md, .csv) and plots (.png) for each case into a folder; return the files.
 
-    A case with its own `write` gets the files of that instead. Empty plots are left out. `swept` is as in `rows_table`.
+    Empty plots are left out. `swept` is as in `rows_table`.
     """
     files = []
     for case, own in _by_case(rows).items():
         view = _view(case, swept)
-        shown = view.derive(latest(own, view.keys)) if view else []
-        if view and view.write:
-            files += view.write(shown, folder)
-            continue
+        shown = latest(view.derive(own), view.keys) if view else []
         files.append(write_whole(folder / f"{case}.md", _case_table(own, swept) + "\n"))
         if view:
             files.append(write_whole(folder / f"{case}.csv", csv_text(shown, view)))
             for plot in view.plots:
-                files += redraw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
+                files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
             files += view.more(shown, folder) if view.more else []
     return files
 
@@ -252,13 +265,13 @@ def _case_table(rows: Sequence[Row], swept: Sequence[str]) -> str:
     view = _view(case, swept)
     if view is None:
         raise ValueError(f"a row has case {case!r}: it must be one of {', '.join({**_TABLES, **VIEWS})}")
-    return table(view.derive(latest(rows, view.keys)), view)
+    return table(latest(view.derive(rows), view.keys), view)
 
 
 def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:
     """The result of `show` for the rows of all files. An error about the rows names the files."""
     rows = [row for path in paths for row in read_rows(path)]
-    with naming_the_files(paths):
+    with naming(", ".join(map(str, paths))):
         if not rows:
             raise ValueError("there is no row")
         return show(rows)

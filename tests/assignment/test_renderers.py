@@ -191,9 +191,10 @@ def test_a_picture_of_the_page_has_ids_of_its_own_and_the_colours_of_the_page(fo
 def test_marks_tell_their_series_and_values_in_the_words_of_the_axes(tmp_path: Path) -> None:
     rows = [{"kind": "a & b", "n": 4096, "ms": 1.2345}, {"kind": "c", "n": 8192, "ms": 2000}]
     pictures = Pictures(tmp_path)
-    pictures.lines("p", rows, itemgetter("n"), itemgetter("ms"), "", by="kind", xlabel="tokens", ylabel="ms")
-    pictures.bars("p", rows[:1], itemgetter("kind"), itemgetter("ms"), "", xlabel="ms")
-    pictures.stacks("p", [("whole", {"one_part": 3 * 2**30})], "", "GiB", 2**30)
+    pictures.problem = "p"
+    pictures.lines(rows, itemgetter("n"), itemgetter("ms"), "", by="kind", xlabel="tokens", ylabel="ms")
+    pictures.bars(rows[:1], itemgetter("kind"), itemgetter("ms"), "", xlabel="ms")
+    pictures.stacks([("whole", {"one_part": 3 * 2**30})], "", "GiB", 2**30)
     told = [re.findall(r"<g><title>(.*?)</title>", file.read_text()) for file in sorted(tmp_path.rglob("*.svg"))]
     assert told == [
         ["a &amp; b; tokens: 4,096; ms: 1.23", "c; tokens: 8,192; ms: 2,000"],

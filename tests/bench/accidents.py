@@ -54,18 +54,18 @@ def variant(config: Accident) -> str:
     return config.kind
 
 
-def measure_all(configs: Sequence[Accident]) -> Iterator[Row]:
+def measure_all(case: Case, configs: Sequence[Accident]) -> Iterator[Row]:
     for config in configs:
         if config.kind == "raises beside":
             raise ValueError("nobody has caught this")
-        yield from each("accidents", variant, measure)([config])
+        yield from each(measure)(case, [config])
 
 
-def measure_together(configs: Sequence[Accident]) -> Iterator[Row]:
-    for row in list(measure_all(configs)):  # sends no row before all are measured
+def measure_together(case: Case, configs: Sequence[Accident]) -> Iterator[Row]:
+    for row in list(measure_all(case, configs)):  # sends no row before all are measured
         yield replace(row, case="together", metrics={**row.metrics, "together": len(configs)})
 
 
-CASE = Case(name="accidents", module=__name__, config=Accident, variant=variant, measure=measure_all)
-TOGETHER = replace(CASE, name="together", module=f"{__name__}:together", measure=measure_together, together=("kind",))
+CASE = Case(name="accidents", module=__name__, config=Accident, variant=variant, rows=measure_all)
+TOGETHER = replace(CASE, name="together", module=f"{__name__}:together", rows=measure_together, together=("kind",))
 PRESETS = {TOGETHER.name: TOGETHER}

@@ -170,11 +170,10 @@ def test_the_command_writes_the_sweeps_files(tmp_path: Path, bench: Bench) -> No
     assert {path.name for path in tmp_path.iterdir()} == {
         RECORD,
         "attention-sweep.jsonl",
-        "attention_sweep_results.csv",
-        "attention_sweep_forward.png",
-        "attention_sweep_heatmap.png",
-        "attention_sweep_scaling.png",
-        "attention_sweep_report.md",
+        "attention-sweep.csv",
+        "attention-sweep.md",
+        "attention-sweep-forward.png",
+        "attention-sweep-heatmap.png",
     }
     rows = read_rows(tmp_path / "attention-sweep.jsonl")
     assert [(row.status, row.variant, row.config["tier"]) for row in rows] == [

@@ -80,7 +80,7 @@ def test_rows_of_other_ranks_or_backends_do_not_count(tmp_path: Path) -> None:
 def test_a_row_file_that_lacks_a_field_is_named(lacking: str, tmp_path: Path) -> None:
     path = Path(all_reduces(tmp_path, 1e-4, 1e9))
     path.write_text(path.read_text().replace(f'"{lacking}"', '"other"'))
-    with pytest.raises(ValueError, match=rf"^rows is '{path}': the row has no '{lacking}'$"):
+    with pytest.raises(ValueError, match=rf"^rows is '{path}': there is no '{lacking}'$"):
         quick("bucketed:1", rows=str(path))
 
 

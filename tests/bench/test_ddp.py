@@ -298,45 +298,49 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def made_up(variant: str, p50: float, gib: int = 1, status: Any = "ok", gpu: str = "A", **fields: Any) -> Row:
-    config = {**row_config(quick(ALONE)[0]), "device": "cuda", **fields}
+    name, _, compiled = variant.partition(" ")
+    config = {**row_config(quick(ALONE)[0]), "device": "cuda", "variant": name, "compile": bool(compiled), **fields}
     metrics = {"step_ms": {"p20": 0.9 * p50, "p50": p50, "p80": 1.2 * p50}, "peak_memory_bytes": gib << 30}
     metrics = metrics if status == "ok" else {}
     return Row(case="ddp", variant=variant, config=config, metrics=metrics, status=status, env={"gpu": gpu})
 
 
-def test_communication_times_have_a_table() -> None:
-    times = {"communication_ms": 200.0, "both_ms": 10.0, "span_ms": 250.0}
+def table_of(*rows: Row) -> list[str]:
+    return rows_table(rows).splitlines()
+
+
+def test_communication_times_have_columns() -> None:
+    times = {"communication_ms": 200.0, "both_ms": 10.0, "span_ms": 250.0, "overlapped": 0.05}
     alone, naive = made_up("alone", 160), made_up("naive", 160)
-    table = rows_table([alone, replace(naive, metrics=naive.metrics | times)]).split("\n\n")[-1]
-    assert "| variant | profiled, uncompiled | communicating, uncompiled | share, uncompiled | not hidden," in table
-    assert "| naive | 250.0 | 200.0 | 80% | 190.0 |" in table, "a share of the profiled step"
-    assert "alone" not in table
+    _, _, header, _, first, second = table_of(alone, replace(naive, metrics=naive.metrics | times))
+    assert header.endswith("| profiled: first to last (ms) | communicating (ms) | both (ms) | overlapped |")
+    assert first.endswith("| - | - | - | - |")
+    assert second.endswith("| 250.00 | 200.00 | 10.00 | 5% |")
     assert "communicating" not in rows_table([alone])
 
 
 def test_the_table_has_the_time_added_to_a_step_alone() -> None:
     alone, naive, oom = made_up("alone", 100, 3), made_up("naive", 150, 4), made_up("fsdp", 1, status="oom")
-    table = rows_table([alone, naive, oom, made_up("alone compiled", 50, 2), made_up("naive compiled", 60, 2)])
-    assert "2 x A" in table
-    assert "peak memory per GPU in GiB:" in table
-    on_cpu = replace(alone, config=alone.config | {"device": "cpu"})
-    assert "peak memory per process, loaded libraries included, in GiB:" in rows_table([on_cpu])
-    assert "| naive | 150.0 | 135.0 to 180.0 | +50.0% | 4.0 | 60.0 | 54.0 to 72.0 | +20.0% | 2.0 |" in table
-    assert "| fsdp | out of memory | - | - | - |" in table
-    # Each launch has its own `alone`; rows before the first one are compared with the last.
-    table = rows_table([made_up("flat", 300), alone, naive, made_up("alone", 200), made_up("a", 300)])
-    assert [line.split(" | ")[3] for line in table.splitlines()[4:]] == ["+50.0%", "+0.0%", "+50.0%", "+50.0%"]
+    lines = table_of(alone, naive, oom, made_up("alone compiled", 50, 2), made_up("naive compiled", 60, 2))
+    assert lines[0].startswith("A; size quick; devices 2; ")
+    assert lines[5:] == [
+        "| no | naive | 150.00 | 135.00 | 180.00 | 50.00 | +50.0% | 4 |",
+        "| no | fsdp | out of memory | - | - | - | - | - |",
+        "| yes | alone | 50.00 | 45.00 | 60.00 | - | - | 2 |",
+        "| yes | naive | 60.00 | 54.00 | 72.00 | 10.00 | +20.0% | 2 |",
+    ]
+    # Each launch has its own `alone`; rows before the first one are compared with it.
+    lines = table_of(made_up("flat", 300), alone, naive, made_up("alone", 200), made_up("a", 300))
+    assert [line.split(" | ")[5] for line in lines[4:]] == ["+200.0%", "-", "+50.0%", "+50.0%"]
 
 
-def test_each_setting_and_machine_has_a_table_and_a_failure_is_not_an_oom() -> None:
+def test_settings_and_machines_are_told_apart_and_a_failure_is_not_an_oom() -> None:
     here = [made_up("alone", 100), made_up("naive", 150), made_up("flat", 0, status="error")]
     elsewhere = [made_up("alone", 10, size="xl"), made_up("naive", 30, gpu="B"), made_up("naive", 40, devices=4)]
-    tables = rows_table(here + elsewhere).split("\n\n")[1::2]
-    assert len(tables) == 4
-    assert "| naive | 150.0 | 135.0 to 180.0 | +50.0% |" in tables[0]
-    assert "| flat | failed |" in tables[0]
-    assert "| alone | 10.0 |" in tables[1]
-    assert all("| naive | " in table and "%" not in table for table in tables[2:])
+    lines = table_of(*here, *elsewhere)
+    assert lines[2].startswith("| machine | size | devices | variant | step (ms) |")
+    assert [line.split(" | ")[8] for line in lines[4:10]] == ["-", "+50.0%", "-", "-", "-", "-"]
+    assert "| A | quick | 2 | flat | failed |" in lines[6]
 
 
 # Streams

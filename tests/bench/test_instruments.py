@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.bench.instruments import timing
-from cs336_systems.bench.instruments.gathers import gathers_of, summary
+from cs336_systems.bench.instruments.gathers import gathers_of
 from cs336_systems.bench.instruments.streams import Piece, by_name, cpu_pieces, gpu_pieces, streams_of, totals
 from cs336_systems.bench.instruments.timing import Stopwatch, time_ms
 from cs336_systems.bench.instruments.trace import Profiler, gpu_events, length, merge, overlap
@@ -129,15 +129,20 @@ def step() -> Trace:
 
 
 def test_slack_runs_from_the_end_of_a_gather_to_the_first_possible_use() -> None:
-    found = gathers_of(step().events)
-    assert [(each.unit, each.turn) for each in found] == [("embedding", 1), ("block", 1), ("head", 1), ("block", 2)]
-    assert [each.ms for each in found] == pytest.approx([0.1, 0.3, 0.03, 0.07])
-    assert [each.slack_ms for each in found] == pytest.approx([-0.078, -0.1, 0.25, 0.01])
-    assert [each.stall_ms for each in found] == pytest.approx([0.078, 0.1, 0, 0])
+    found = gathers_of(step().events)["gathers"]
+    assert [(each["unit"], each["turn"]) for each in found] == [
+        ("embedding", 1),
+        ("block", 1),
+        ("head", 1),
+        ("block", 2),
+    ]
+    assert [each["ms"] for each in found] == pytest.approx([0.1, 0.3, 0.03, 0.07])
+    assert [each["slack_ms"] for each in found] == pytest.approx([-0.078, -0.1, 0.25, 0.01])
+    assert [each["stall_ms"] for each in found] == pytest.approx([0.078, 0.1, 0, 0])
 
 
 def test_the_summary_counts_gathers_in_time_and_adds_up_stalls() -> None:
-    found = summary(gathers_of(step().events))
+    found = gathers_of(step().events)
     assert (found["gathers_in_time"], found["gathers_counted"]) == (2, 4)
     assert found["stall_ms"] == pytest.approx(0.178)
     assert found["gathers"][3] == pytest.approx(
@@ -149,14 +154,14 @@ def test_on_a_cpu_gloos_transfers_match_gathers_in_order() -> None:
     events = [event("gloo:all_gather", 0, 5, 2), event("gather of a", 10, 4), event("gather of b", 20, 4),
               event("gloo:all_gather", 12, 50, 3), event("gloo:all_gather", 22, 10, 2),
               event("wait for gather of a", 30, 32), event("wait for gather of b", 70, 1)]  # fmt: skip
-    found = gathers_of(events)
-    assert [each.unit for each in found] == ["a", "b"]
-    assert [each.ms for each in found] == pytest.approx([0.05, 0.01])
-    assert [each.slack_ms for each in found] == pytest.approx([-0.032, 0.038])
+    found = gathers_of(events)["gathers"]
+    assert [each["unit"] for each in found] == ["a", "b"]
+    assert [each["ms"] for each in found] == pytest.approx([0.05, 0.01])
+    assert [each["slack_ms"] for each in found] == pytest.approx([-0.032, 0.038])
 
 
 def test_a_trace_without_gathers_has_none() -> None:
-    assert summary(gathers_of([])) == {"gathers": [], "gathers_in_time": 0, "gathers_counted": 0, "stall_ms": 0}
+    assert gathers_of([]) == {"gathers": [], "gathers_in_time": 0, "gathers_counted": 0, "stall_ms": 0}
 
 
 # Clocks

@@ -100,7 +100,8 @@ def test_a_failing_kernel_is_a_row_and_the_others_are_measured(monkeypatch: pyte
     assert rows[1].error.startswith("ValueError: q is on cpu")
     table = rows_table(rows)
     assert "| vectorized_torch | out of memory |" in table
-    assert "| sdpa_cudnn | not served |" in table
+    assert "| sdpa_cudnn | failed |" in table
+    assert "- failed: ValueError: q is on cpu" in table
 
 
 @pytest.mark.parametrize("too_large, status", [((1 << 30, 1 << 20, 1, 1), "oom"), ((1 << 30,) * 4, "error")])

@@ -108,6 +108,7 @@ def test_phases_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(case, "Workbench", Slow)
     monkeypatch.setattr(case, "Stopwatch", OfSteps)
+    monkeypatch.setattr("cs336_systems.bench.workload.Stopwatch", OfSteps)
     _, metrics = case.measure(case.ModelBench(mode="train_step", warmup=0, steps=2, **QUICK))
     assert {name: metrics[f"{name}_ms"]["p50"] for name in ("forward", "backward", "optimizer", "step")} == {
         "forward": 1000.0, "backward": 2000.0, "optimizer": 4000.0, "step": 7000.0

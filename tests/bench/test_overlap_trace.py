@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.case import configurations, row_config
-from cs336_systems.bench.cases.overlap_trace import CASE
+from cs336_systems.bench.cases.ddp import OVERLAP_TRACE as CASE
 from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.report.step_streams import draw_streams, nsys_command, streams_file, write_page
 from tests.bench.conftest import Bench

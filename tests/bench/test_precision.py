@@ -10,10 +10,14 @@ from torch import Tensor, nn
 
 from cs336_basics.model import RMSNorm
 from cs336_systems.bench.case import configurations
-from cs336_systems.bench.cases import autocast_dtypes, get_case
-from cs336_systems.bench.cases import precision_accumulation as sums
-from cs336_systems.bench.cases.autocast_dtypes import AutocastDtypesBench, ToyModel
-from cs336_systems.bench.cases.precision_accumulation import ACCUMULATIONS, PrecisionAccumulationBench
+from cs336_systems.bench.cases import get_case
+from cs336_systems.bench.cases import precision as case
+from cs336_systems.bench.cases.precision import (
+    ACCUMULATIONS,
+    AutocastDtypesBench,
+    PrecisionAccumulationBench,
+    ToyModel,
+)
 from cs336_systems.bench.row import append_row, read_rows
 from cs336_systems.report.tables import csv_text
 from cs336_systems.report.views import VIEWS, rows_table
@@ -30,7 +34,7 @@ NUMPY = {
 
 def metrics_of(types: str, **fields: float) -> dict[str, Any]:
     config = PrecisionAccumulationBench(accumulation=types, **fields)  # type: ignore[arg-type]
-    return sums.measure(config)[1]
+    return case.accumulate(config)[1]
 
 
 @pytest.mark.parametrize("value, count", [(0.01, 1000), (0.1, 300), (1.0, 3000), (-3.7, 1)])
@@ -79,7 +83,7 @@ NORMS = ("layer_norm", "rms_norm")
 
 def dtypes(norm: str, precision: str, device: str = "cpu") -> dict[str, str]:
     config = AutocastDtypesBench(norm=norm, precision=precision, device=device)  # type: ignore[arg-type]
-    ran, metrics = autocast_dtypes.measure(config)
+    ran, metrics = case.read_dtypes(config)
     assert ran == {"device": device}
     return metrics["dtypes"]
 
@@ -115,7 +119,7 @@ def test_types_are_read_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.float() * self.weight
 
-    monkeypatch.setitem(autocast_dtypes._NORMS, "layer_norm", Widening)
+    monkeypatch.setitem(case._NORMS, "layer_norm", Widening)
     found = dtypes("layer_norm", "bf16")
     assert (found["fc1_output"], found["norm_output"]) == ("bfloat16", "float32")
     assert found["parameters"] == found["gradients"] == "bfloat16, float32"

@@ -20,7 +20,7 @@ import torch
 from cs336_systems.bench import outcome, worker
 from cs336_systems.bench.case import Case, configurations, describe_among, groups, is_of, row_config, value_type
 from cs336_systems.bench.cases import get_case
-from cs336_systems.bench.cases.overlap_trace import OverlapTrace
+from cs336_systems.bench.cases.ddp import OverlapTrace
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.row import Row, append_row, exit_code, read_rows
 from cs336_systems.bench.runner import rows_on_this_gpu, run_case
@@ -218,8 +218,9 @@ def test_a_row_has_the_state_of_its_gpu_which_is_in_use_before(monkeypatch: pyte
     monkeypatch.setattr(outcome, "use_device", events.append)
     monkeypatch.setattr(outcome, "current_gpu_state", lambda: events.append("state") or states.pop(0))
     monkeypatch.setattr(outcome, "row_config", lambda config: {})
-    measure = outcome.each("case", lambda config: "v", lambda config: events.append("measured") or ({}, {}))
-    cuda, cpu = measure([SimpleNamespace(device=device) for device in ("cuda:1", "cpu")])
+    case: Any = SimpleNamespace(name="case", variant=lambda config: "v")
+    rows = outcome.each(lambda config: events.append("measured") or ({}, {}))
+    cuda, cpu = rows(case, [SimpleNamespace(device=device) for device in ("cuda:1", "cpu")])
     assert events == ["cuda:1", "state", "measured", "state", "state", "measured", "state"]
     assert "gpu_before" not in cuda.env
     assert cuda.env["gpu_after"] == {"sm_mhz": 1}

@@ -189,15 +189,15 @@ def test_a_row_of_the_case_model() -> None:
 TRAINED, REDUCED, MODEL = MEASURED[0], rows("all-reduce")[0], model_row()
 ATTENTION, BLOCK, CHECKPOINTED = rows("attention")[0], rows("residuals")[0], rows("checkpointing")[0]
 FORWARD, RECORDED = model_row(mode="forward"), rows("profile-memory")[0]
-IMPOSSIBLE, NOT_POSITIVE = "the row has an impossible value", "it must be a number above 0"
+IMPOSSIBLE, NOT_POSITIVE = "there is an impossible value", "it must be a number above 0"
 
 
 @pytest.mark.parametrize(
     "row, note",
     [
         (with_other(MODEL, status="oom"), "status oom"),
-        (with_other(MODEL, config={}), "the row has no 'mode'"),
-        (with_other(RECORDED, metrics={}), "the row has no 'allocator'"),
+        (with_other(MODEL, config={}), "there is no 'mode'"),
+        (with_other(RECORDED, metrics={}), "there is no 'allocator'"),
         (with_other(MODEL, case="kernels"), "no prediction for the case kernels"),
         (with_other(MODEL, env={"gpu": None}), "no prediction for a CPU"),
         (with_other(ATTENTION, env={"gpu": None}), "no prediction for a CPU"),

@@ -51,7 +51,7 @@ def test_json_has_the_assumptions_and_the_terms(sections: Sections) -> None:
     for given, verdict in (((), "fits"), (("--attention", "naive", "--batch_size", "64"), "does not fit")):
         planned, peak, moments, largest = sections("memory", "--size", "xl", *given)
         terms = values(peak)
-        assert planned["notes"][-1].startswith(f"{verdict}: the peak of ")
+        assert planned["notes"][-1].startswith(f"H200 of 139 GiB, {verdict}: the peak of ")
         assert all(isinstance(value, int) for value in terms.values())
         assert terms.pop("peak") == pytest.approx(sum(terms.values())) == max(values(moments).values())
         assert values(largest)["sequences a GPU"] > 4
@@ -59,12 +59,12 @@ def test_json_has_the_assumptions_and_the_terms(sections: Sections) -> None:
 
 def test_a_size_has_its_own_context(plan: Run) -> None:
     def tokens(words: str) -> str:
-        return plan("memory", *words.split())[1].splitlines()[2].partition(" tokens a GPU")[0].strip()
+        return plan("memory", *words.split())[1].splitlines()[1].rpartition(" context_length ")[2]
 
-    assert tokens("--size 8B") == "4 x 32,768"
-    assert tokens("--size 8B --context 1024") == "4 x 1,024"
+    assert tokens("--size 8B") == "32,768"
+    assert tokens("--size 8B --context 1024") == "1,024"
     for words in ("--size xl", "", "--d_model 64 --d_ff 128 --num_layers 2 --num_heads 2"):
-        assert tokens(words) == "4 x 512"
+        assert tokens(words) == "512"
 
 
 @pytest.mark.parametrize("command", ["memory", "step"])
@@ -72,14 +72,13 @@ def test_the_assumptions_are_printed_first(command: str, plan: Run) -> None:
     given = ("--size", "xl", "--world_size", "2", "--compile", "--cuda_graph", "--card", "H100",
              "--activation_checkpointing", "every_2")  # fmt: skip
     lines = plan(command, *given)[1].splitlines()
-    assert lines[:5] == [
+    assert lines[:3] == [
         "Planned",
-        "  xl: d_model 1,600, d_ff 6,400, 48 blocks, 25 heads, a vocabulary of 10,000",
-        "  4 x 512 tokens a GPU and step, precision bf16, weights fp32, 16-bit in the model, attention flash",
-        "  compiled, recorded as a CUDA graph, activation checkpointing every_2",
-        "  2 x H100 of 79 GiB, strategy overlap, 100 MiB of gradients at a time",
+        "  xl: d_model 1,600, d_ff 6,400, num_layers 48, num_heads 25, vocab_size 10,000, context_length 512",
+        "  a GPU's step: batch_size 4, precision bf16, attention flash, activation_checkpointing every_2, "
+        "compile True, cuda_graph True, strategy overlap, world_size 2, bucket_size_mb 100.0",
     ]
-    assert lines[5].startswith("  fits: the peak of ")
+    assert lines[3].startswith("  H100 of 79 GiB, fits: the peak of ")
     own = ("--d_model", "64", "--d_ff", "128", "--num_layers", "2", "--num_heads", "2")
     assert plan(command, *own)[1].splitlines()[1].startswith("  own shape: d_model 64")
 
@@ -87,7 +86,7 @@ def test_the_assumptions_are_printed_first(command: str, plan: Run) -> None:
 @pytest.mark.parametrize("command", ["memory", "step"])
 def test_the_verdict_says_whether_a_step_fits(command: str, plan: Run) -> None:
     def verdict(*given: str) -> str:
-        return plan(command, *given)[1].splitlines()[5].strip()
+        return plan(command, *given)[1].splitlines()[3].partition(" GiB, ")[2]
 
     # Nine tenths of an L40S's 44 GiB are 39.6; weights, gradients and moments of 2.7B take 51.
     assert verdict("--size", "2.7B", "--card", "RTX 4090").startswith("does not fit: the peak of ")
@@ -114,8 +113,8 @@ def test_checkpointing_in_float32_is_best_near_the_square_root(sections: Section
     assert abs(found["least memory"] - found["by calculus"]) <= 1
 
 
-def test_ddp_overhead_fits_rows_and_draws(sections: Sections, tmp_path: Path) -> None:
-    rows, plot = tmp_path / "all-reduce.jsonl", tmp_path / "out/overhead.png"
+def test_ddp_overhead_fits_rows(sections: Sections, tmp_path: Path) -> None:
+    rows = tmp_path / "all-reduce.jsonl"
     lines = []
     for nbytes in (10**6, 10**8, 10**9):
         config = {"bytes": nbytes, "world_size": 2, "backend": "nccl"}
@@ -123,14 +122,13 @@ def test_ddp_overhead_fits_rows_and_draws(sections: Sections, tmp_path: Path) ->
         lines.append({"case": "all-reduce", "variant": "nccl", "config": config, "status": "ok", "metrics": metrics,
                       "env": {}, "error": None})  # fmt: skip
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = ("--rows", str(rows), "--plot", str(plot), "--measured", str(RESULTS / "first/ddp.jsonl"))
+    files = ("--rows", str(rows), "--measured", str(RESULTS / "first/ddp.jsonl"))
     _, optimum, _, measured, _ = sections("ddp-overhead", "--size", "xl", *files)
     # sqrt(4 x 1,998,235,200 / (2e11 x 5e-5)).
     assert values(optimum)["buckets"] == pytest.approx(28.272, abs=1e-3)
     assert measured["title"] == "Measured"
     assert len(measured["terms"]) >= 5
     assert "waits for the host" in measured["notes"][1]
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("command", ["memory", "step"])
@@ -193,14 +191,11 @@ def test_check_reads_all_row_files_below_a_folder(plan: Run, tmp_path: Path) -> 
         (("step", "--card", "T4"), "precision is 'bf16': it must be fp32 or fp16, which a T4 has"),
         (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
         (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
-        (("ddp-overhead", "--plot", "notes.txt"), "plot is 'notes.txt': it must be a PNG file (.png)"),
         (
             ("ddp-overhead", "--size", "2.7B", "--measured", str(RESULTS / "first/ddp.jsonl")),
             f"measured is '{RESULTS / 'first/ddp.jsonl'}': it has 21 rows of ddp of 7.993 GB on 2 GPUs: it must have",
         ),
         (("ddp-overhead", "--rows", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
-        (("ddp-overhead", "--overhead_ms", "-1"), "overhead_ms is -1.0: it must be at least 0"),
-        (("ddp-overhead", "--plot", "/proc/plot.png"), "plot is '/proc/plot.png': it must be a file"),
         (("parallelism", "--x", "0"), "x is 0: it must be at least 1"),
         (("checkpointing", *NARROW, "--num_layers", "100000000"), "num_layers is 100000000: it must be at most"),
         (("check", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
@@ -284,13 +279,13 @@ XL_ON_TWO: dict[str, Any] = {"run": {"model": {"size": "xl"}}, "devices": 2}
 @pytest.mark.parametrize(
     "variant, config, metrics, message",
     [
-        ("nccl", {"world_size": 2}, {"time_ms": {"p50": 1.0}}, "the row has no 'bytes'"),
+        ("nccl", {"world_size": 2}, {"time_ms": {"p50": 1.0}}, "there is no 'bytes'"),
         ("nccl", {"backend": "nccl"}, {}, "the row file has no all-reduce over so many ranks"),
         ("nccl", REDUCED, {"time_ms": {"p50": 1.0}}, "times are given for 1 sizes"),
-        ("nccl", REDUCED, {}, "the row has no 'time_ms'"),
+        ("nccl", REDUCED, {}, "there is no 'time_ms'"),
         ("bucketed:x1", XL_ON_TWO, {"step_ms": {"p50": 1.0}}, "'x1'"),
-        ("bucketed:1", XL_ON_TWO, {}, "the row has no 'step_ms'"),
-        ("bucketed:1", {}, {}, "the row has no 'run'"),
+        ("bucketed:1", XL_ON_TWO, {}, "there is no 'step_ms'"),
+        ("bucketed:1", {}, {}, "there is no 'run'"),
     ],
 )
 def test_a_wrong_row_is_one_line_with_the_file(

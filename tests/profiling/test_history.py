@@ -11,8 +11,7 @@ import pytest
 from cs336_systems.bench.profiling.history import History, history_of
 from cs336_systems.bench.profiling.phases import Held, Phases, read_phases
 from cs336_systems.bench.profiling.snapshot import Frame, read_snapshot
-from cs336_systems.bench.profiling.timeline import Timeline, code_lines, facts, levels, timeline_of
-from cs336_systems.bench.profiling.timeline_plot import size_text
+from cs336_systems.bench.profiling.timeline import Timeline, code_lines, facts, levels, size_text, timeline_of
 
 from .snapshots import Trace, one_step, save
 
@@ -83,12 +82,12 @@ def test_without_phases_categories_are_lifetimes(tmp_path: Path) -> None:
 def test_memory_from_before_that_is_freed_and_memory_that_is_kept(tmp_path: Path) -> None:
     trace = Trace().free(0x100, 64).alloc(0x100, 32).alloc(0x200, 8)
     made = history(trace.snapshot((0x100, 32), (0x200, 8), (0x300, 4)), tmp_path)
-    spans = [(a.address, a.size, a.start, a.end, a.start_us, a.end_us, a.category) for a in made.allocations]
+    spans = [(a.address, a.size, a.start, a.end, a.category) for a in made.allocations]
     assert spans == [
-        (0x100, 64, 0, 2, None, 1_000_010, "alive before, freed"),
-        (0x300, 4, 0, 5, None, None, "alive all along"),
-        (0x100, 32, 3, 5, 1_000_020, None, "allocated, kept"),
-        (0x200, 8, 4, 5, 1_000_030, None, "allocated, kept"),
+        (0x100, 64, 0, 2, "alive before, freed"),
+        (0x300, 4, 0, 5, "alive all along"),
+        (0x100, 32, 3, 5, "allocated, kept"),
+        (0x200, 8, 4, 5, "allocated, kept"),
     ]
     assert levels(made).sum(axis=0).tolist() == [68, 68, 4, 36, 44]
 
@@ -98,7 +97,6 @@ def test_memory_that_another_stream_still_needs_is_in_use_until_the_free_is_comp
     trace.note("free_completed", 1, 100, stream=7)
     made = history(trace.snapshot((2, 10)), tmp_path)
     assert levels(made).sum(axis=0).tolist() == [0, 100, 100, 110, 10]
-    assert made.allocations[0].stream == 7
 
 
 def test_memory_that_waits_for_its_free_at_the_end_is_in_use(tmp_path: Path) -> None:

@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from cs336_systems.bench.instruments.trace import read_trace
-from cs336_systems.bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES, annotate_attention
-from cs336_systems.bench.profiling.kernel_trace import OUTSIDE, Kernel, cpu_kernels, gpu_kernels
+from cs336_systems.bench.profiling.kernel_profile import annotate_attention
+from cs336_systems.bench.profiling.kernel_trace import (
+    OUTSIDE,
+    SCORES,
+    SOFTMAX,
+    VALUES,
+    Kernel,
+    cpu_kernels,
+    gpu_kernels,
+)
 from cs336_systems.bench.workload import PHASES, Workbench, Workload
 
 from . import gpu_trace

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from cs336_systems.bench.profiling import nsys
-from cs336_systems.bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
 from cs336_systems.bench.profiling.kernel_profile import KernelProfile
 from cs336_systems.bench.profiling.kernel_totals import KernelTotal
-from cs336_systems.bench.profiling.kernel_trace import OUTSIDE
+from cs336_systems.bench.profiling.kernel_trace import OUTSIDE, SCORES, SOFTMAX, VALUES
 from cs336_systems.bench.profiling.nsys import check_nsys, nsys_command, nsys_totals, profile_with_nsys, stats_command
 from cs336_systems.bench.row import Row
 from cs336_systems.bench.workload import Workbench, Workload

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cs336_systems.bench.profiling.history import history_of
-from cs336_systems.bench.profiling.page import embedded_json, page_data, write_page
+from cs336_systems.bench.profiling.page import fill_page, page_data, write_page
 from cs336_systems.bench.profiling.snapshot import read_snapshot
 
 from .snapshots import Trace, frames, one_step, save
@@ -167,9 +167,11 @@ def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
     assert "{{" not in text.split('<script id="data"')[0]
 
 
-def test_embedded_json_comes_back_and_cannot_end_its_element() -> None:
+def test_embedded_data_comes_back_and_cannot_end_its_element() -> None:
     value = {"text": HOSTILE + "<!--\u2028\u00e9{{DATA}}", "number": [1, 2.5, None]}
-    text = embedded_json(value)
+    text = (
+        fill_page("page.html", (), HOSTILE, HOSTILE, value).split('type="application/json">')[1].split("</script>")[0]
+    )
     assert json.loads(text) == value
     assert not set("<>&\u2028") & set(text)
 

@@ -9,9 +9,8 @@ import pytest
 
 from cs336_systems.bench.cases.attention import KERNELS
 from cs336_systems.bench.row import Row
-from cs336_systems.report.attention_tables import with_speedups
+from cs336_systems.report.attention_tables import ATTENTION_VIEWS, draw_heatmap, with_speedups
 from cs336_systems.report.plots import KERNEL_COLORS, KERNEL_MARKERS
-from cs336_systems.report.sweep_reports import attention_sweep_speedups, draw_heatmap
 from cs336_systems.report.views import VIEWS, rows_table, write_views
 
 ENV = {"gpu": "NVIDIA Made-up", "cpu_threads": 8}
@@ -141,13 +140,12 @@ SWEEP = [
 ]
 
 
-def test_the_sweep_writes_five_files(tmp_path: Path) -> None:
+def test_the_sweep_has_a_table_bars_and_a_heatmap(tmp_path: Path) -> None:
     files = write_views(SWEEP, tmp_path)
-    names = ["results.csv", "forward.png", "heatmap.png", "scaling.png", "report.md"]
-    assert [path.name for path in files] == [f"attention_sweep_{name}" for name in names]
-    assert sorted(tmp_path.iterdir()) == sorted(files)
+    names = [".md", ".csv", "-forward.png", "-heatmap.png"]
+    assert [path.name for path in files] == [f"attention-sweep{name}" for name in names]
     assert all(path.read_bytes().startswith(PNG) for path in files if path.suffix == ".png")
-    with files[0].open() as file:
+    with files[1].open() as file:
         lines = list(csv.DictReader(file))
     assert [(line["tier"], line["forward_ms.p50"], line["forward_speedup"], line["status"]) for line in lines] == [
         ("256:128", "9.0", "1.0", "ok"),
@@ -156,11 +154,7 @@ def test_the_sweep_writes_five_files(tmp_path: Path) -> None:
         ("64:64", "1.0", "1.0", "ok"),
         ("64:64", "", "", "error"),
     ]
-    text = files[4].read_text()
-    assert "| 256:128 | sdpa | 2 | 4.00 |" in text
-    assert "| 64:64 | naive | 1 | 1.00 |" in text
-    assert "| bf16 | 64:64 | sdpa | failed |" in text
-    assert all(f"({name.name})" in text for name in files[1:4])
+    assert "| bf16 | 64:64 | sdpa | failed |" in files[0].read_text()
 
 
 def test_the_heatmap_shows_time_speedup_and_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +162,7 @@ def test_the_heatmap_shows_time_speedup_and_failures(tmp_path: Path, monkeypatch
 
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
-    draw_heatmap(attention_sweep_speedups(SWEEP[1:]), tmp_path / "a.png", "")
+    draw_heatmap(ATTENTION_VIEWS["attention-sweep"].derive(SWEEP[1:]), tmp_path)
     axes = figures[0].axes[0]
     said = {text.get_position(): text.get_text() for text in axes.texts}
     assert said == {(0, 0): "8 ms\n1.00x", (0, 1): "2 ms\n4.00x", (1, 0): "1 ms\n1.00x", (1, 1): "failed"}
@@ -178,43 +172,10 @@ def test_the_heatmap_shows_time_speedup_and_failures(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("rows", [SWEEP[:1], SWEEP[4:]], ids=["one rectangle", "a failure"])
 def test_the_sweep_draws_a_single_row(rows: list[Row], tmp_path: Path) -> None:
-    assert len(write_views(rows, tmp_path)) == 5
+    assert (tmp_path / "attention-sweep-heatmap.png") in write_views(rows, tmp_path)
 
 
 def test_attention_views_have_distinct_columns() -> None:
     for name in ("attention", "flash", "kernels", "leaderboard-2025", "attention-sweep"):
         columns = [column.name for column in VIEWS[name].columns]
         assert len(set(columns)) == len(columns)
-
-
-def test_each_setting_has_its_own_tables() -> None:
-    def row(gpu: str | None, **config: object) -> Row:
-        return Row(case="kernels", variant="a", config={"shape": [1], **config}, status="oom", env={"gpu": gpu})
-
-    rows = [
-        row("NVIDIA H200", dtype="bf16", is_causal=True, device="cuda"),
-        row("NVIDIA H200", dtype="bf16", is_causal=False, device="cuda"),
-        row("NVIDIA H200", dtype="fp32", is_causal=True, device="cpu"),
-        row("NVIDIA L4", dtype="bf16", is_causal=True, device="cuda"),
-        row("NVIDIA H200", dtype="bf16", is_causal=True, device="cuda"),
-    ]
-    titles = [line.split(", medians")[0] for line in rows_table(rows).splitlines() if "medians" in line]
-    assert titles == [
-        "bf16, causal, NVIDIA H200",
-        "bf16, not causal, NVIDIA H200",
-        "fp32, causal, CPU",
-        "bf16, causal, NVIDIA L4",
-    ]
-
-
-def test_the_table_has_kernels_by_shapes_and_the_last_row_of_each() -> None:
-    def row(kernel: str, shape: list[int], ms: float) -> Row:
-        times = {f"{n}_ms": {"p50": ms} for n in ("forward", "backward", "forward_backward", "forward_sum_backward")}
-        metrics = {**times, "forward_backward_tflops": 7.0, "first_call_s": 1.5, "extra_memory_bytes": 2**21}
-        return Row(case="kernels", variant=kernel, config={"shape": shape}, metrics=metrics, env={})
-
-    table = rows_table([row("a", [1, 1, 8, 8], 9.0), row("a", [1, 1, 8, 8], 2.0), row("b", [1, 1, 16, 8], 3.0)])
-    assert "| B x H x N x D | 1x1x8x8 | 1x1x16x8 |" in table
-    assert "| a | 2 / 2 / 2 (7) | - |" in table
-    assert "| b | - | 3 / 3 / 3 (7) |" in table
-    assert "| a | 2 / 2.0 / 1.5 | - |" in table

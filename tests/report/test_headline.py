@@ -10,7 +10,7 @@ import pytest
 
 from cs336_systems.bench.row import Row, append_row
 from cs336_systems.cli.report import make_report
-from cs336_systems.report.headline import ATTENTION_PICTURE, TRAINING_PICTURE, comparisons, headline, write_pictures
+from cs336_systems.report.headline import ATTENTION_PICTURE, TRAINING_PICTURE, headline, write_pictures
 from cs336_systems.report.pictures import hash_in
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +76,10 @@ def test_every_pair_of_one_run_is_compared_whoever_is_faster(tmp_path: Path) -> 
 def test_the_last_run_is_compared(tmp_path: Path) -> None:
     old = file_of([train_step("cs336_graph", 30.0), train_step("hf_llama", 10.0)], tmp_path / "old.jsonl")
     new = file_of([train_step("cs336_graph", 30.0), train_step("hf_llama", 60.0)], tmp_path / "new.jsonl")
-    assert [(each.ours_ms, each.theirs_ms) for each in comparisons([old, new])] == [(30.0, 60.0)]
-    assert [(each.ours_ms, each.theirs_ms) for each in comparisons([new, old])] == [(30.0, 10.0)]
+    for files, peer in (([old, new], "60 ms | 2.00x faster"), ([new, old], "10 ms | 3.00x slower")):
+        *_, rule, line = headline(files).splitlines()
+        assert rule.startswith("| ---")
+        assert f"30 ms | Hugging Face's Llama (`hf_llama`) {peer} |" in line
 
 
 def test_machines_are_named_if_there_are_several(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_machines_are_named_if_there_are_several(tmp_path: Path) -> None:
 def test_a_gpu_of_unknown_peak_has_no_mfu_bars(tmp_path: Path) -> None:
     rows = [replace(row, metrics={**row.metrics, "mfu": None}) for row in TRAINING]
     path = file_of(rows, tmp_path / "rows.jsonl")
-    assert len(comparisons([path])) == 1
+    assert len(headline([path]).splitlines()) == 5
     assert write_pictures([path], tmp_path) == []
 
 
@@ -101,7 +103,7 @@ def test_the_state_of_the_gpu_does_not_tell_runs_apart(tmp_path: Path) -> None:
         train_step("cs336_graph", 10.0, gpu_after={"sm_mhz": 1}),
         train_step("hf_llama", 20.0, gpu_after={"sm_mhz": 2}),
     ]
-    assert len(comparisons([file_of(rows, tmp_path / "rows.jsonl")])) == 1
+    assert len(headline([file_of(rows, tmp_path / "rows.jsonl")]).splitlines()) == 5
 
 
 OURS, PEER = TRAINING[1], TRAINING[2]

@@ -13,7 +13,6 @@ from cs336_systems.report.pictures import drawn_hash, hash_in, save_picture
 from cs336_systems.report.plots import draw
 from cs336_systems.report.selection import latest
 from cs336_systems.report.step_streams import plot_streams
-from cs336_systems.report.sweep_reports import LM_MATRIX_THROUGHPUT, write_lm_matrix
 from cs336_systems.report.views import VIEWS
 
 ROOT = Path(__file__).parents[2]
@@ -80,11 +79,6 @@ def drawn_parts(path: Path) -> None:
     made.replace(path)
 
 
-def drawn_matrix(path: Path) -> None:
-    made = {each.name: each for each in write_lm_matrix(read_rows(ROWS / "lm-matrix.jsonl"), path.parent)}
-    made[LM_MATRIX_THROUGHPUT].replace(path)
-
-
 PICTURES = {
     "one-gpu-model-step.png": drawn("model", "step"),
     "one-gpu-warmup-steps.png": drawn("warmup", "steps"),
@@ -100,7 +94,7 @@ PICTURES = {
     ),
     "two-gpus-bucket-size-added.png": drawn("bucket-size", "added", "two-gpus"),
     "two-gpus-fsdp-accounting-parts.png": drawn_parts,
-    "two-gpus-lm-matrix-throughput.png": drawn_matrix,
+    "two-gpus-lm-matrix-throughput.png": drawn("lm-matrix", "throughput", "two-gpus"),
     "ddp-streams.png": lambda path: plot_streams([ROWS / f"ddp-streams/{step}.json" for step in STEPS], path),
 }
 

@@ -84,25 +84,6 @@ def test_rows_that_differ_in_a_field_unknown_to_the_plot_are_separate_lines() ->
     assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["batch size 4", "batch size 8"]
 
 
-def test_bars_with_one_x_are_horizontal_and_sorted() -> None:
-    def made(attention: str, ms: float, checkpointing: str = "first_6") -> Row:
-        config = {"attention": attention, "activation_checkpointing": checkpointing, "size": "8B"}
-        return Row(case="leaderboard-2026", variant="v", config=config, metrics={"step_ms": {"p50": ms}}, env=ENV)
-
-    view = VIEWS["leaderboard-2026"]
-    (plot,), rows = view.plots, [made("flash_triton", 5093.126), made("sdpa", 4821.4), made("sdpa_cudnn", 4900)]
-    figure = figure_of(plot, rows, view.keys)
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["sdpa", "sdpa_cudnn", "flash_triton"]
-    assert [bar.get_width() for bar in axes.patches] == [4821.4, 4900, 5093.126]
-    assert [text.get_text() for text in axes.texts] == ["4821.40", "4900.00", "5093.13"]
-    assert axes.get_xlabel() == "step (ms)"
-    assert axes.yaxis_inverted()
-    assert "activation checkpointing first 6" in figure.texts[0].get_text()
-    (axes,) = figure_of(plot, [*rows, made("sdpa", 1.0, "none")], view.keys).axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["first_6", "none"]  # two x: groups of bars
-
-
 def test_a_line_with_a_single_point_has_a_marker() -> None:
     y = Column("y", "step_ms.p50")
     plot = Plot(name="p", y=y, x="context_length", lines=("size",), beside=Column("predicted", "mfu"))
@@ -194,8 +175,8 @@ def test_every_plot_uses_fields_of_its_view() -> None:
 
 
 DAMAGED = {
-    "has no step": (dict(case="ddp", config=ROWS[0].config | {"devices": 2, "precision": "bf16"}), "step_ms"),
-    "has no shape": (dict(case="kernels", config={}), "shape"),
+    "has no spans": (dict(case="profile-kernels", config=ROWS[0].config), "phase_wall_ms"),
+    "has no tier": (dict(case="attention-sweep", config={}), "tier"),
     "has text for a number": (
         dict(case="model", config={}, metrics={"step_ms": {"p50": 1}, "mfu": "fast"}),
         "fast|format",

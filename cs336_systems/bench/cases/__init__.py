@@ -23,14 +23,14 @@ GROUPS = {
         "checkpointing": ("checkpointing", "peak memory and time, by which blocks are recomputed"),
     },
     "Precision": {
-        "precision-accumulation": ("precision_accumulation", "the same numbers summed in different dtypes"),
-        "autocast-dtypes": ("autocast_dtypes", "dtypes of weights, activations and loss in autocast"),
+        "precision-accumulation": ("precision:precision-accumulation", "the same numbers summed in different dtypes"),
+        "autocast-dtypes": ("precision:autocast-dtypes", "dtypes of weights, activations and loss in autocast"),
     },
     "Several GPUs": {
         "ddp": ("ddp", "strategies, beside one GPU alone"),
         "bucket-size": ("bucket_size", "bucketed gradients, by the size of a bucket"),
         "all-reduce": ("all_reduce", "collectives, by size, number of ranks and backend"),
-        "overlap-trace": ("overlap_trace", "when a step computes and when it communicates"),
+        "overlap-trace": ("ddp:overlap-trace", "when a step computes and when it communicates"),
         "optimizer-sharding": ("sharding_memory", "memory and time, with and without ZeRO stage 1"),
         "fsdp-accounting": ("sharding_memory:fsdp-accounting", "memory that FSDP saves, and waits for its gathers"),
         "lm-matrix": ("lm_matrix", "short training runs, kernels x strategies"),

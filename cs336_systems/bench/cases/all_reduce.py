@@ -53,18 +53,11 @@ class CollectiveBench:
 
     @property
     def devices(self) -> int:
-        """Processes to launch."""
         return self.world_size
 
     @property
     def device(self) -> str:
-        """Kind of device with the buffer."""
         return "cuda" if self.backend == "nccl" else "cpu"
-
-
-def variant(config: CollectiveBench) -> str:
-    """Collective, backend and number of processes: "all-reduce nccl 2"."""
-    return f"{config.collective} {config.backend} {config.world_size}"
 
 
 def check_machine(config: CollectiveBench) -> None:
@@ -85,15 +78,15 @@ def measure_on_rank(
             config.collective, config.bytes, device, config.warmup, config.calls, config.budget_s
         )
         free_memory()
-        yield measured("all-reduce", variant(config), row_config(config), ran, metrics)
+        yield measured(CASE.name, CASE.variant(config), row_config(config), ran, metrics)
 
 
 CASE = Case(
     name="all-reduce",
     module=__name__,
     config=CollectiveBench,
-    variant=variant,
-    measure=launched(__name__),
+    variant=lambda config: f"{config.collective} {config.backend} {config.world_size}",
+    rows=launched,
     measure_on_rank=measure_on_rank,
     together=("collective", "bytes"),
     check=check_machine,

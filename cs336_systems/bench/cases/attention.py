@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -47,11 +48,6 @@ SHAPES = (
 )
 SQUARES = tuple((n, n) for n in (128, 256, 512, 1024, 2048))
 RECTANGLES = ((128, 2048), (512, 2048), (2048, 128), (2048, 512))
-HANDOUT_TIMER = (
-    "triton.testing.do_bench(flash_forward_backward, rep={rep_ms:g}, warmup={warmup_ms:g}): "
-    "the handout's, which prints the mean"
-)
-CPU_TIMER = "the host's clock around each call, over {rep_ms:g} ms after {warmup_ms:g}: do_bench needs a GPU"
 _SIXTEEN_BITS_ONLY = ("sdpa_flash", "sdpa_cudnn", "fa4")
 _SIZE_LIMIT = 1 << 31
 _LONGEST_MS = 3.6e6
@@ -285,14 +281,9 @@ def measure_passes(config: PlainBench) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"repeats": len(times["forward"]), "device": str(device), "compile": is_compiled}, metrics
 
 
-def eager_or_compiled(config: PlainBench) -> str:
-    """The kernel, and how it runs: "naive compiled"."""
-    return f"{config.kernel} {'compiled' if config.compile else 'eager'}"
-
-
-def measure_plain(configs: Sequence[PlainBench]) -> Iterable[Row]:
+def measure_plain(case: Case, configs: Sequence[PlainBench]) -> Iterable[Row]:
     """Rows of the preset `attention`, each with the bytes that eager attention needs by count, even after an oom."""
-    for row in each("attention", eager_or_compiled, measure_passes)(configs):
+    for row in each(measure_passes)(case, configs):
         if row.config["kernel"] == "naive":
             batch_size, length, on_gpu = row.config["batch_size"], row.config["length"], row.config["device"] != "cpu"
             sizes = {name: row.config[name] for name in ("head_size", "is_causal")}
@@ -328,21 +319,17 @@ def measure_leaderboard(config: LeaderboardBench) -> tuple[dict[str, Any], dict[
     return ran, metrics | {"calls": len(times), "timer": method}
 
 
-def unless_eager(config: LeaderboardBench) -> str:
-    """The kernel, marked eager if torch.compile is not around it."""
-    return config.kernel if config.compile else f"{config.kernel} eager"
-
-
 def handout_times(work: Callable[[], None], config: LeaderboardBench, device: torch.device) -> tuple[list[float], str]:
     """The time of each call in ms by the handout's do_bench, or on a CPU by the clock; and a text that says which."""
-    windows = {"rep_ms": config.rep_ms, "warmup_ms": config.warmup_ms}
+    rep, warmup = config.rep_ms, config.warmup_ms
     if device.type != "cuda":
-        return time_ms(work, device, config.warmup_ms, config.rep_ms), CPU_TIMER.format(**windows)
+        text = f"the host's clock around each call, over {rep:g} ms after {warmup:g}: do_bench needs a GPU"
+        return time_ms(work, device, warmup, rep), text
     from triton.testing import do_bench
 
+    call = f"triton.testing.do_bench(flash_forward_backward, rep={rep:g}, warmup={warmup:g})"
     # The handout leaves return_mode at its default, the mean of these.
-    times = do_bench(work, rep=config.rep_ms, warmup=config.warmup_ms, return_mode="all")
-    return times, HANDOUT_TIMER.format(**windows)
+    return do_bench(work, rep=rep, warmup=warmup, return_mode="all"), f"{call}: the handout's, which prints the mean"
 
 
 def check_type(config: FlashBench) -> None:
@@ -352,21 +339,22 @@ def check_type(config: FlashBench) -> None:
     require(is_served, "kernel", config.kernel, f"none of {', '.join(_SIXTEEN_BITS_ONLY)} with dtype 'fp32'")
 
 
-def _case(name: str, config: type[AttentionBench], **fields: Any) -> Case:
-    return Case(name=name, config=config, module=f"{__name__}:{name}", **fields)
+def _preset(name: str, config: type[AttentionBench], rows: Any, variant: Any, **fields: Any) -> Case:
+    return Case(name=name, config=config, module=f"{__name__}:{name}", rows=rows, variant=variant, **fields)
 
 
 def _in_turns(name: str, config: type[AttentionBench], *works: str, **fields: Any) -> Case:
-    measure, variant = take_turns(name, *works), lambda config: config.kernel
-    return _case(name, config, measure=measure, variant=variant, together=("kernel",), **fields)
+    return _preset(name, config, take_turns(*works), attrgetter("kernel"), together=("kernel",), **fields)
 
 
+_PLAIN = _preset("attention", PlainBench, measure_plain, lambda c: f"{c.kernel} {'compiled' if c.compile else 'eager'}")
+_LEADERBOARD = _preset("leaderboard-2025", LeaderboardBench, each(measure_leaderboard),
+                       lambda c: c.kernel if c.compile else f"{c.kernel} eager", isolated=True)  # fmt: skip
 _CASES = (
     _in_turns("flash", FlashBench, "forward", "backward", "forward_backward", check=check_type),
     _in_turns("kernels", KernelsBench, *PRODUCTS),
     _in_turns("attention-sweep", AttentionSweepBench, "forward"),
-    _case("attention", PlainBench, measure=measure_plain, variant=eager_or_compiled),
-    _case("leaderboard-2025", LeaderboardBench,
-          measure=each("leaderboard-2025", unless_eager, measure_leaderboard), variant=unless_eager, isolated=True),
-)  # fmt: skip
+    _PLAIN,
+    _LEADERBOARD,
+)
 PRESETS = {case.name: case for case in _CASES}

@@ -13,7 +13,7 @@ from ...machine.hardware import gpu_name, select_device
 from ...parallel.ddp import DDP
 from ...planner.cards import fit_transfer
 from ...planner.communication import all_reduce_cost, best_bucket_bytes, bucket_overhead
-from ...planner.rows import card_by_name, gradient_bytes_of, naming_the_row_file, transfer_points
+from ...planner.rows import card_by_name, gradient_bytes_of, naming, transfer_points
 from ...planner.working import MIB
 from ...training.loop import Trainer
 from ..case import swept
@@ -73,17 +73,15 @@ class BucketBench(DDPBench):
         if self.rows:
             backend = "nccl" if kind == "cuda" else "gloo"
             rows = [row for row in read_rows(Path(self.rows)) if row.config.get("backend") == backend]
-            with naming_the_row_file("rows", self.rows):
+            with naming(f"rows is {self.rows!r}"):
                 return fit_transfer(*transfer_points(rows, self.devices))
         card = card_by_name(gpu_name() or "") if kind == "cuda" else None
         return None if card is None or self.devices == 1 else all_reduce_cost(card, self.devices)
 
     def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
-        """The number of buckets."""
         return {"buckets": len(trainer.strategy.buckets)} if isinstance(trainer.strategy, DDP) else {}
 
     def row(self, metrics: dict[str, Any], **ran: Any) -> Row:
-        """The row of the metrics, with the planner's prediction."""
         ran = {"bucket_size_mb": self.bucket_size_mb, "cuda_graph": self.run_config().train.cuda_graph}
         return super().row(metrics | self.predicted(), **ran)
 

@@ -25,7 +25,7 @@ from ..case import Case, swept
 from ..instruments.live_bytes import LiveBytes
 from ..outcome import each
 from ..row import Row
-from ..workload import Workbench
+from ..workload import Workbench, numerics
 from .model import ModelBench, time_steps
 
 
@@ -58,12 +58,10 @@ class CheckpointingBench(ModelBench):
         """Do nothing: the case checks, because some of the default groups are too large for a small model."""
 
     def check_blocks(self) -> None:
-        """Raise ValueError if the policy names more blocks than the model has."""
         super().check_checkpointed()
 
     @property
     def shape(self) -> ModelShape:
-        """The resolved architecture."""
         shape = super().shape
         return dataclasses.replace(shape, num_layers=self.num_layers or shape.num_layers)
 
@@ -107,18 +105,12 @@ def _counted(config: CheckpointingBench) -> dict[str, Any]:
     return {"predicted_held_bytes": held, "predicted_bytes": peak, "best_group": best_group(*how)}
 
 
-def variant(config: CheckpointingBench) -> str:
-    """Policy, precision and attention: "groups_4 bf16 flash_triton"."""
-    compiled = "compiled " if config.compile else ""
-    return f"{config.activation_checkpointing} {config.precision} {compiled}{config.attention}"
-
-
-def measure_all(configs: Sequence[CheckpointingBench]) -> Iterable[Row]:
+def measure_all(case: Case, configs: Sequence[CheckpointingBench]) -> Iterable[Row]:
     """Rows, each with its policy, its K (null without checkpointing) and the counted memory, even after an oom."""
     for config in configs:
         kind, k = config.train_config.checkpointed or ("none", None)
         policy = {"policy": "groups" if k == 1 else kind, "K": k}
-        for row in each("checkpointing", variant, measure)([config]):
+        for row in each(measure)(case, [config]):
             yield replace(row, config={**row.config, **policy}, metrics={**row.metrics, **_counted(config)})
 
 
@@ -126,8 +118,8 @@ CASE = Case(
     name="checkpointing",
     module=__name__,
     config=CheckpointingBench,
-    variant=variant,
-    measure=measure_all,
+    variant=lambda config: f"{config.activation_checkpointing} {numerics(config)}",
+    rows=measure_all,
     isolated=True,
     check=CheckpointingBench.check_blocks,
 )

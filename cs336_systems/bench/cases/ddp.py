@@ -1,4 +1,4 @@
-"""The case `ddp`: a training step on several GPUs, strategy by strategy, beside one GPU alone.
+"""A training step on several GPUs, strategy by strategy: the cases `ddp`, beside one GPU alone, and `overlap-trace`.
 
 One launch measures all variants, so that they run on the same machine; with several rounds they take turns. A step is
 the training loop's, with clipping and the all-reduce of the loss, on random tokens. With precision bf16 the gradients
@@ -9,7 +9,7 @@ and how much of that overlaps with compute.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,7 +90,6 @@ class DDPBench(StepBench):
         require(on_gpu or ctas is None, "nccl_max_ctas", ctas, "left out with device 'cpu', where NCCL does not send")
 
     def run_config(self) -> RunConfig:
-        """The run whose steps are measured. Raises ValueError for an invalid variant."""
         name, bucket, chosen = self._parts()
         parallel: dict[str, Any] = {}
         if name != ALONE:
@@ -135,12 +134,10 @@ class DDPBench(StepBench):
         return name, bucket, chosen
 
     def workload(self) -> Workload:
-        """The model. Raises ValueError for an unknown one."""
         return Workload(size=self.size, context_length=self.context_length, attention="auto", device="cpu")
 
     @property
     def is_alone(self) -> bool:
-        """Whether each process trains without communication."""
         return self.variant.partition("+")[0] == ALONE
 
     def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
@@ -183,10 +180,66 @@ def strategies_case(config: type[DDPBench], place: str, on_rank: Any = measure_o
         module=place,
         config=config,
         variant=name_of,
-        measure=launched(place),
+        rows=launched,
         measure_on_rank=on_rank,
         together=("variant", "compile"),
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class OverlapTrace(DDPBench):
+    """A strategy whose step is traced; otherwise as in the case `ddp`.
+
+    This is the handout's ddp_overlap_individual_parameters_benchmarking, part (b). One more step is profiled on the
+    first rank, and drawn.
+    """
+
+    variant: str = swept("naive", "overlap", quick=("naive", "overlap"))
+    """STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it), +graph."""
+    compile: bool = swept(False, sweep=(False, True))
+    traces: str = swept("runs/bench/overlap-trace", beside="overlap-trace")
+    """Folder for files with the streams of each variant's step, from which the picture and the page are drawn
+    (default: overlap-trace, beside the rows)."""
+    profiler: Literal["torch", "nsys"] = swept("torch")
+    """torch; nsys: leave the step to Nsight Systems, which records it if it runs the command."""
+
+    case = "overlap-trace"
+    every_round = False  # the step is traced in the last one
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.traces != "", "traces", self.traces, "a folder")
+        on_gpu = self.device == "cuda"
+        require(self.profiler == "torch" or on_gpu, "profiler", self.profiler, f"torch with device {self.device!r}")
+
+    def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+        """The times of the step's streams, and the file with everything; nothing with nsys."""
+        if self.profiler == "nsys":
+            _step_for_nsys(trainer, is_first)
+            return {}
+        stem = re.sub(r"\W+", "-", f"{self.size} {self.context_length} {name_of(self)}")
+        file = Path(self.traces, f"{stem}.json")
+        streams = record_step(trainer.train_step, is_first, trainer.device, file, named=True)
+        return totals(streams) | {"streams": str(file)} if is_first else {}
+
+
+DEFAULTS = {field.name: field.default for field in fields(OverlapTrace)}
+
+
+def _step_for_nsys(trainer: Trainer, is_first: bool) -> None:
+    """Do two steps; mark the second for Nsight Systems, with operators and transfers as ranges."""
+    trainer.train_step()
+    if not is_first:
+        trainer.train_step()
+        return
+    torch.cuda.synchronize(trainer.device)
+    torch.cuda.profiler.start()
+    with torch.autograd.profiler.emit_nvtx():
+        trainer.train_step()
+    torch.cuda.synchronize(trainer.device)
+    torch.cuda.profiler.stop()
+
+
 CASE = strategies_case(DDPBench, __name__)
+OVERLAP_TRACE = strategies_case(OverlapTrace, f"{__name__}:overlap-trace")
+PRESETS = {OVERLAP_TRACE.name: OVERLAP_TRACE}

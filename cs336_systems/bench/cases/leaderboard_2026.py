@@ -84,7 +84,6 @@ class Leaderboard2026Bench(StepBench):
             object.__setattr__(self, "device", select_device(self.device).type)
 
     def run_config(self) -> RunConfig:
-        """The run whose steps are measured. Raises ValueError for an impossible one."""
         model = Workload(
             size=self.size, context_length=self.context_length, attention=self.attention, device="cpu"
         ).model_config
@@ -149,6 +148,6 @@ CASE = Case(
     module=__name__,
     config=Leaderboard2026Bench,
     variant=variant,
-    measure=launched(__name__),
+    rows=launched,
     measure_on_rank=measure_on_rank,
 )

@@ -31,7 +31,7 @@ from ...training.folder import CONFIG
 from ...training.launch import check_devices, launch
 from ...training.metrics import METRICS_FILE, read_metrics
 from ...training.prepare import prepare_data
-from ..case import Case, row_config, swept
+from ..case import Case, swept
 from ..outcome import attempt
 from ..row import Row
 from ..worker import SCRATCH
@@ -118,7 +118,6 @@ class LMMatrixBench:
             check_vocab_size(self.model_config().shape.vocab_size)
 
     def model_config(self) -> ModelConfig:
-        """The architecture. Raises ValueError for an invalid one."""
         shape = {name: value for name in SIZE_FIELDS if (value := getattr(self, name)) is not None}
         how = dict(context_length=self.context_length, attention=self.kernel)
         return model_of(self.size, self.vocab_size, **shape, **how)
@@ -148,7 +147,7 @@ class LMMatrixBench:
         )
 
 
-def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
+def measure(case: Case, configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
     """Yield the rows of a kernel's strategies, `none` first; each is compared with the first that has a loss.
 
     If `none` is not among them (because a resumed command has its row), it is trained without a row: strategies that
@@ -161,7 +160,7 @@ def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
             ordered.insert(0, dataclasses.replace(ordered[0], strategy=ALONE))
         for config in ordered:
             train = functools.partial(train_once, config, Path(folder))
-            row = attempt(CASE.name, variant(config), row_config(config), train)
+            row = attempt(case, config, train)
             if row.status == "ok":
                 reference = reference or row
                 row = compared(row, reference, config.tolerance)
@@ -236,16 +235,11 @@ def compared(row: Row, reference: Row, tolerance: float) -> Row:
     return dataclasses.replace(row, metrics=metrics)
 
 
-def variant(config: LMMatrixBench) -> str:
-    """Kernel and strategy."""
-    return f"{config.kernel} {config.strategy}"
-
-
 CASE = Case(
     name="lm-matrix",
     module=__name__,
     config=LMMatrixBench,
-    variant=variant,
-    measure=measure,
+    variant=lambda config: f"{config.kernel} {config.strategy}",
+    rows=measure,
     together=("strategy",),
 )

@@ -16,7 +16,7 @@ from ...training.metrics import summarise
 from ..case import Case, swept
 from ..instruments.timing import Stopwatch
 from ..outcome import each
-from ..workload import PHASES, Workbench, Workload
+from ..workload import Workbench, Workload, numerics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,8 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
     metrics |= {"tflops": flops / 1e12, "mfu": None if peak is None else flops / peak}
     if bench.device.type == "cuda":
         metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(bench.device)
-    times: dict[str, list[float]] = {phase: [] for phase in PHASES}
     with gc_frozen():
-        watch = Stopwatch(bench.device)
-        for _ in range(config.steps):
-            bench.step(after=lambda phase: times[phase].append(watch.lap_ms()))
-    metrics |= {f"{phase}_ms": summarise(times[phase]) for phase in bench.phases}
+        metrics |= {f"{phase}_ms": summarise(times) for phase, times in bench.time_phases(config.steps).items()}
     return {**bench.read_back(), "steps": len(metrics["steps_ms"])}, metrics
 
 
@@ -81,12 +77,6 @@ def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
     return {"step_ms": summarise(steps_ms), "steps_ms": steps_ms, "timer": Stopwatch.METHOD}
 
 
-def variant(config: ModelBench) -> str:
-    """Mode, precision and attention: "train_step bf16 compiled naive"."""
-    compiled = "compiled " if config.compile else ""
-    return f"{config.mode} {config.precision} {compiled}{config.attention}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class WarmupBench(ModelBench):
     """A workload after some warm-up steps."""
@@ -97,25 +87,20 @@ class WarmupBench(ModelBench):
     warmup: int = swept(0, 1, 2, 5, quick=(0, 1))
 
 
-def warmup_steps(config: WarmupBench) -> str:
-    """The number of warm-up steps."""
-    return f"{config.warmup} warm-up steps"
-
-
 CASE = Case(
     name="model",
     module=__name__,
     config=ModelBench,
-    variant=variant,
-    measure=each("model", variant, measure),
+    variant=lambda config: " ".join((config.mode, numerics(config))),
+    rows=each(measure),
     isolated=True,
 )
 WARMUP = Case(
     name="warmup",
     module=f"{__name__}:warmup",
     config=WarmupBench,
-    variant=warmup_steps,
-    measure=each("warmup", warmup_steps, measure),
+    variant=lambda config: f"{config.warmup} warm-up steps",
+    rows=each(measure),
     isolated=True,
 )
 PRESETS = {WARMUP.name: WARMUP}

@@ -21,7 +21,7 @@ from ...training.build import compiled
 from ..case import Case, swept
 from ..instruments.saved_tensors import SavedTensors
 from ..outcome import each
-from ..workload import Workload
+from ..workload import Workload, numerics
 
 _LISTED = 32  # number of kinds of tensors in a row, the largest first
 _PARTS = {"attn.q_proj": "qkv_proj", "attn.k_proj": "qkv_proj", "attn.v_proj": "qkv_proj", "attn.rope": "rope",
@@ -52,7 +52,6 @@ class ResidualsBench:
 
     @property
     def workload(self) -> Workload:
-        """The model whose block it is. Raises ValueError naming a wrong field."""
         return Workload(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
@@ -74,12 +73,10 @@ class BlockBench:
         self.forward().sum().backward()  # compiles, tunes, and allocates the libraries' workspaces
 
     def forward(self) -> Tensor:
-        """The block's output, with its graph."""
         with autocast(self.device, self.config.precision):
             return self.block(self.x)
 
     def saved(self) -> SavedTensors:
-        """The tensors that a forward pass saves."""
         with SavedTensors(self.block, [self.x], named=not self.config.compile) as saved:
             self.forward()
         return saved
@@ -125,16 +122,11 @@ def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**sizes, "num_heads": block.attn.num_heads, "device": str(bench.device)}, metrics
 
 
-def variant(config: ResidualsBench) -> str:
-    """Precision and attention: "bf16 compiled naive"."""
-    return f"{config.precision} {'compiled ' if config.compile else ''}{config.attention}"
-
-
 CASE = Case(
     name="residuals",
     module=__name__,
     config=ResidualsBench,
-    variant=variant,
-    measure=each("residuals", variant, measure),
+    variant=numerics,
+    rows=each(measure),
     isolated=True,
 )

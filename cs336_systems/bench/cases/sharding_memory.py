@@ -6,7 +6,6 @@
   profiled step, how long before its layer needs the weights it ends, or how long the layer waits.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from ...planner.memory import part_bytes
 from ...planner.rows import training_job
 from ...training.loop import Trainer
 from ..case import row_config, swept
-from ..instruments.gathers import gathers_of, summary
+from ..instruments.gathers import gathers_of
 from ..instruments.memory_moments import fullest, measure_memory
 from ..instruments.streams import profile_step
 from ..outcome import free_memory
@@ -72,7 +71,11 @@ def measure_on_rank(
         at_work(config)
         free_memory()
         follow = isinstance(config, FSDPBench) and config.variant.startswith("fsdp")
-        look = functools.partial(follow_gathers, is_first=is_first) if follow else None
+
+        def look(trainer: Trainer, follow: bool = follow) -> dict[str, Any]:
+            events = profile_step(trainer.train_step, is_first, trainer.device) if follow else []
+            return gathers_of(events) if follow and is_first else {}
+
         with alone() if config.is_alone else nullcontext():
             found, seen = measure_memory(config, device, look)
         ranks = comm.all_gather_objects((found, seen), "the measurements")
@@ -84,12 +87,6 @@ def measure_on_rank(
                 del predicted["peak"]  # mostly a GPU's workspaces
             metrics["predicted"] = predicted
         yield config.row(metrics)
-
-
-def follow_gathers(trainer: Trainer, is_first: bool) -> dict[str, Any]:
-    """Profile one more step; on the first rank, return its gathers."""
-    events = profile_step(trainer.train_step, is_first, trainer.device)
-    return summary(gathers_of(events)) if is_first else {}
 
 
 CASE = strategies_case(OptimizerShardingBench, __name__, measure_on_rank)

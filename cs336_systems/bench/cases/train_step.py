@@ -59,12 +59,10 @@ class TrainStepBench:
         object.__setattr__(self, "device", self.workload().device)
 
     def workload(self) -> Workload:
-        """The model and its batch. Raises ValueError naming a wrong field."""
         names = ("size", "context_length", "batch_size", "precision", "compile", "device")
         return Workload(**{name: getattr(self, name) for name in names}, attention="auto")
 
     def run_config(self) -> RunConfig:
-        """The run whose step is measured."""
         names = ("batch_size", "compile", "precision", "device")
         train = {name: getattr(self, name) for name in names}
         return random_run(self.workload().model_config, cuda_graph=self.variant == "cs336_graph", **train)
@@ -164,7 +162,7 @@ CASE = Case(
     module=__name__,
     config=TrainStepBench,
     variant=lambda config: config.variant,
-    measure=each("train-step", lambda config: config.variant, measure),
+    rows=each(measure),
     isolated=True,
     empty_caches=True,
 )

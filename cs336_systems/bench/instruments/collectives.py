@@ -27,23 +27,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def bus_factor(collective: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the bytes that a link carries for each byte of the buffer.
-
-    2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter and all-gather, 1 for broadcast (NCCL-tests,
-    doc/PERFORMANCE.md). Bus bandwidth compares with a link's bandwidth for any number of ranks.
-    """
-    share = (world_size - 1) / world_size
-    return {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "broadcast": 1.0}[collective]
-
-
 def bandwidths(collective: str, world_size: int, nbytes: int, time_ms: float) -> dict[str, float]:
-    """Algorithm and bus bandwidth in bytes/s of a call on a buffer of nbytes.
+    """Algorithm and bus bandwidth in bytes/s of a call on a buffer of nbytes (NCCL-tests, doc/PERFORMANCE.md).
 
-    As in NCCL-tests, this is the larger buffer: a rank's input to a reduce-scatter, its output of an all-gather.
+    The buffer is the larger one: a rank's input to a reduce-scatter, its output of an all-gather. The bus bandwidth
+    counts the bytes that a link carries, so that it compares with a link's bandwidth for any number of ranks.
     """
-    algorithm = nbytes / (time_ms / 1e3)
-    return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * bus_factor(collective, world_size)}
+    algorithm, share = nbytes / (time_ms / 1e3), (world_size - 1) / world_size
+    on_link = {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "broadcast": 1.0}[collective]
+    return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * on_link}
 
 
 def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collective, Tensor, Tensor]:

@@ -4,10 +4,8 @@ FSDP puts a named range around the start of each gather and around the wait for 
 host: a kernel launched after the wait runs when the gather has ended and the GPU is free.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .trace import Event, Interval, gpu_events, launched, thread_of
@@ -15,49 +13,34 @@ from .trace import Event, Interval, gpu_events, launched, thread_of
 _GATHER, _WAIT, _GLOO = "gather of ", "wait for gather of ", "gloo:all_gather"
 
 
-@dataclass(frozen=True)
-class Gather:
-    """A gather of a unit. `turn` is 1 in the forward pass, and 2 in the backward pass if the unit is gathered again."""
+def gathers_of(events: Sequence[Event]) -> dict[str, Any]:
+    """The gathers of a step in the order of their waits, how many ended in time, and the total stall: metrics of a row.
 
-    unit: str
-    turn: int
-    ms: float
-    slack_ms: float
-    """Time from its end until its weights could first be used; if negative, work waited for it."""
-
-    @property
-    def stall_ms(self) -> float:
-        """How long the layer's first work waited for the gather."""
-        return max(0.0, -self.slack_ms)
-
-
-def gathers_of(events: Sequence[Event]) -> list[Gather]:
-    """The gathers of a step in the order of their waits; a gather without work after it is left out.
-
-    On a GPU, weights could first be used when the previous kernel has ended and the kernel that needs them is launched.
-    On a CPU, they could be used when the host reaches the wait.
+    A gather's `turn` is 1 in the forward pass, and 2 in the backward pass if its unit is gathered again. `slack_ms` is
+    the time from its end until its weights could first be used; if it is negative, the layer's first work waited for
+    the gather, `stall_ms` long. On a GPU, weights could first be used when the previous kernel has ended and the kernel
+    that needs them is launched; a gather without work after it is left out. On a CPU, they could be used when the host
+    reaches the wait.
     """
     # The trace repeats the ranges on the GPU, in categories that begin with gpu_.
     ranges = [e for e in events if e.get("ph") == "X" and not str(e.get("cat", "")).startswith("gpu_")]
     starts, waits = _by_unit(ranges, _GATHER), _by_unit(ranges, _WAIT)
     work = _OnGPU(events) if gpu_events(events) else _OnCPU(events, itertools.chain.from_iterable(starts.values()))
-    found = []
+    found: list[tuple[float, dict[str, Any]]] = []
     for unit, its in waits.items():
         for turn, (start, wait) in enumerate(zip(starts.get(unit, []), its, strict=False), start=1):
             transfer, ready = work.transfer(start), work.ready(wait)
             if transfer is not None and ready is not None:
                 begin, end = transfer
-                found.append((wait["ts"], Gather(unit, turn, (end - begin) / 1e3, (ready - end) / 1e3)))
-    return [gather for _, gather in sorted(found, key=lambda each: each[0])]
-
-
-def summary(gathers: Sequence[Gather]) -> dict[str, Any]:
-    """Metrics of a row: each gather, how many ended in time, and the total stall."""
+                slack = (ready - end) / 1e3
+                times = {"ms": (end - begin) / 1e3, "slack_ms": slack, "stall_ms": max(0.0, -slack)}
+                found.append((wait["ts"], {"unit": unit, "turn": turn, **times}))
+    gathers = [gather for _, gather in sorted(found, key=lambda each: each[0])]
     return {
-        "gathers": [{**dataclasses.asdict(gather), "stall_ms": gather.stall_ms} for gather in gathers],
-        "gathers_in_time": sum(gather.slack_ms >= 0 for gather in gathers),
+        "gathers": gathers,
+        "gathers_in_time": sum(gather["slack_ms"] >= 0 for gather in gathers),
         "gathers_counted": len(gathers),
-        "stall_ms": sum(gather.stall_ms for gather in gathers),
+        "stall_ms": sum(gather["stall_ms"] for gather in gathers),
     }
 
 

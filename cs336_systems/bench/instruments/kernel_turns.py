@@ -16,7 +16,7 @@ from ...kernels.attention import get_attention
 from ...kernels.attention.contract import attention_flops
 from ...machine.hardware import DTYPE_NAMES, DTYPES, use_device
 from ...training.metrics import summarise
-from ..case import row_config
+from ..case import Case, row_config
 from ..outcome import current_gpu_state, failed, free_memory, is_sound, measured, with_gpu_states
 from ..row import Row
 from .timing import time_ms, timer, wait_for
@@ -37,14 +37,14 @@ def timed(config: "AttentionBench", work: str, times: list[float], per: str = "p
     return {f"{work}_ms": summary, f"{work}_tflops": flops / summary[per] / 1e9}
 
 
-def take_turns(case: str, *works: str) -> Callable[[Sequence["AttentionBench"]], Iterator[Row]]:
-    """Make the `measure` of a preset whose kernels take turns; `works` are keys of PRODUCTS.
+def take_turns(*works: str) -> Callable[[Case, Sequence["AttentionBench"]], Iterator[Row]]:
+    """Make the `rows` of a preset whose kernels take turns; `works` are keys of PRODUCTS.
 
     The configurations of a call differ only in `kernel`. A kernel that fails gives a row of status error or oom, and
     the others go on.
     """
 
-    def measure(configs: Sequence["AttentionBench"]) -> Iterator[Row]:
+    def rows(case: Case, configs: Sequence["AttentionBench"]) -> Iterator[Row]:
         first = configs[0]
         try:
             device = use_device(first.device)
@@ -53,9 +53,9 @@ def take_turns(case: str, *works: str) -> Callable[[Sequence["AttentionBench"]],
             inputs = [torch.randn(shape, device=device, dtype=DTYPES[first.dtype]) for shape in (q, k, k, q)]
         except Exception as error:  # a RuntimeError too, if the size overflows or a CPU has too little memory
             for config in configs:
-                yield failed(case, config.kernel, row_config(config), error)
+                yield failed(case.name, config.kernel, row_config(config), error)
             return
-        kernels = [KernelInTurns(case, config, inputs, works) for config in configs]
+        kernels = [KernelInTurns(case.name, config, inputs, works) for config in configs]
         del inputs
         for step in ("first_call", *["time_all"] * first.rounds):
             for kernel in kernels:
@@ -68,7 +68,7 @@ def take_turns(case: str, *works: str) -> Callable[[Sequence["AttentionBench"]],
         del kernels, kernel
         free_memory()
 
-    return measure
+    return rows
 
 
 class KernelInTurns:

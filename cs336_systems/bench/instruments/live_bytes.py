@@ -64,7 +64,6 @@ class LiveBytes(StorageFollower):
 
     @property
     def now(self) -> int:
-        """Bytes alive now."""
         storages = (reference() for reference in list(self._followed.values()))
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
@@ -74,9 +73,7 @@ class LiveBytes(StorageFollower):
         return max(self._peak, self.now)
 
     def restart(self) -> None:
-        """Forget the peak."""
         self._peak = 0
 
     def made(self, storage: torch.UntypedStorage) -> None:
-        """Update the peak."""
         self._peak = max(self._peak, self.now + storage.nbytes())

@@ -103,7 +103,7 @@ class Moments:
 
 
 def measure_memory(
-    config: StepBench, device: torch.device, look: Callable[[Trainer], dict[str, Any]] | None = None
+    config: StepBench, device: torch.device, look: Callable[[Trainer], dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """This rank's memory by moment in the step after the warm-up, times of more steps, and the result of `look`."""
     on_gpu = device.type == "cuda"
@@ -119,7 +119,7 @@ def measure_memory(
                 trainer.train_step()
         counter.stop()
         times = time_steps(trainer, config.steps)
-        seen = {} if look is None else look(trainer)
+        seen = look(trainer)
     return {"moments": moments.found, "steps_ms": times, "step_ms": summarise(times)}, seen
 
 

@@ -1,25 +1,28 @@
 """The profile `kernels`: the time of a forward pass and of a training step, kernel by kernel."""
 
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from cs336_basics.files import replaced
+from cs336_basics.model import without_autocast
 
 from ...config.checks import require_at_least, without_groups
 from ...machine.hardware import check_precision, select_device
-from ...planner.accounting import attention_product_flops, softmax_flops
+from ...planner.accounting import PLAIN_ATTENTION, attention_product_flops, softmax_flops
 from ..case import Case, swept
 from ..instruments.timing import Stopwatch, wait_for
 from ..instruments.trace import Profiler, named_range, read_trace
 from ..outcome import each
-from ..workload import PHASES, Workbench, Workload
-from .annotated_attention import SCORES, SOFTMAX, VALUES, annotate_attention
+from ..workload import Workbench, Workload
 from .kernel_totals import KERNELS_FILE, KernelTotal, add_up, busy_ms, kernel_metrics, write_kernels
-from .kernel_trace import cpu_kernels, gpu_kernels
+from .kernel_trace import SCORES, SOFTMAX, VALUES, cpu_kernels, gpu_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,39 @@ def profile(config: KernelProfile) -> tuple[dict[str, Any], dict[str, Any]]:
     return ran, metrics
 
 
+def annotated_attention(
+    q: Float[Tensor, "... queries d"],
+    k: Float[Tensor, "... keys d"],
+    v: Float[Tensor, "... keys d"],
+    is_causal: bool = False,
+) -> Float[Tensor, "... queries d"]:
+    """`cs336_basics.model.scaled_dot_product_attention`, operation by operation, each part in a named range."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with without_autocast(q.device.type):
+        with named_range(SCORES):
+            scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
+            if is_causal:
+                visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+                scores = scores.masked_fill(~visible, float("-inf"))
+        with named_range(SOFTMAX):
+            weights = scores.softmax(dim=-1)
+        with named_range(VALUES):
+            return (weights @ v.to(dtype)).to(q.dtype)
+
+
+def annotate_attention(bench: Workbench) -> bool:
+    """Give the model annotated attention. False and no change if its attention is another kernel or compiled.
+
+    A range inside a compiled function would break its graph.
+    """
+    if bench.config.attention not in PLAIN_ATTENTION or bench.config.compile:
+        return False
+    blocks: list[Any] = list(bench.model.layers)
+    for block in blocks:
+        block.attn.attention = annotated_attention
+    return True
+
+
 def warm_bench(config: KernelProfile) -> tuple[Workbench, bool]:
     """The workload built and warmed up, and whether its attention has ranges."""
     bench = Workbench(config)
@@ -87,10 +123,8 @@ def wall_times(bench: Workbench, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         bench.step()
     step_ms = watch.lap_ms() / steps
-    laps: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    for _ in range(steps):
-        bench.step(after=lambda phase: laps[phase].append(watch.lap_ms()))
-    return {"wall_ms": step_ms, "phase_wall_ms": {phase: sum(laps[phase]) / steps for phase in bench.phases}}
+    phases = {phase: sum(times) / steps for phase, times in bench.time_phases(steps).items()}
+    return {"wall_ms": step_ms, "phase_wall_ms": phases}
 
 
 def attention_operations(workload: Workload) -> dict[str, int]:
@@ -147,7 +181,7 @@ CASE = Case(
     module=__name__,
     config=KernelProfile,
     variant=attrgetter("mode"),
-    measure=each("profile-kernels", attrgetter("mode"), profile),
+    rows=each(profile),
     isolated=True,
     check=KernelProfile.check,
 )

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..instruments.trace import length, merge
-from .annotated_attention import ATTENTION_RANGES
-from .kernel_trace import OUTSIDE, Kernel
+from .kernel_trace import ATTENTION_RANGES, OUTSIDE, Kernel
 
 # The first pattern found in the name of a kernel, or of an operator on a CPU, decides the class. They know the names
 # of PyTorch, cuBLAS, cuDNN, CUTLASS, NCCL, Triton, TorchInductor and this project's own kernels.
@@ -83,7 +82,6 @@ class KernelTotal:
 
     @property
     def kind(self) -> str:
-        """Its class, one of CLASSES."""
         return kernel_class(self.name, self.phase)
 
 

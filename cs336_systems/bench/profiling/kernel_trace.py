@@ -14,9 +14,10 @@ from typing import Any
 
 from ..instruments.trace import Event, launched, thread_of
 from ..workload import PHASES
-from .annotated_attention import ATTENTION_RANGES
 
 OUTSIDE = "outside"
+SCORES, SOFTMAX, VALUES = "attention scores", "attention softmax", "attention values"
+ATTENTION_RANGES = (SCORES, SOFTMAX, VALUES)
 # Autograd's own work around its operators is host time, as is Python's.
 _AUTOGRAD = re.compile(r"^autograd::engine|torch::autograd::|Backward\d*$|^TorchDynamo|^AOTDispatcher|^Pregraph")
 

@@ -20,8 +20,7 @@ from .page import write_page
 from .phases import PHASES_FILE, SNAPSHOT_FILE, Phases, read_phases
 from .recording import record
 from .snapshot import read_snapshot
-from .timeline import facts
-from .timeline_plot import note_of, plot_timeline, title_of
+from .timeline import facts, note_of, plot_timeline, title_of
 
 PICTURE_FILE, PAGE_FILE, SUMMARY_FILE = "timeline.png", "timeline.html", "summary.md"
 
@@ -100,14 +99,11 @@ def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:
 
 def counted(config: dict[str, Any]) -> dict[str, int]:
     """Float32 bytes of one residual-stream activation, 4 B N d, and of the parameters; {} without the sizes."""
-    names = (*SHAPE_FIELDS, "batch_size")
-    sizes: dict[str, Any] = {name: value for name in names if type(value := config.get(name)) is int}
-    if len(sizes) < len(names):
+    if not {*SHAPE_FIELDS, "batch_size"} <= config.keys():
         return {}
-    batch_size = sizes.pop("batch_size")
-    shape = ModelShape(**sizes)
+    shape = ModelShape(**{name: config[name] for name in SHAPE_FIELDS})
     return {
-        "residual_stream_bytes": residual_bytes(shape, batch_size, shape.context_length),
+        "residual_stream_bytes": residual_bytes(shape, config["batch_size"], shape.context_length),
         "parameter_bytes": 4 * num_parameters(shape),
     }
 
@@ -117,7 +113,7 @@ CASE = Case(
     module=__name__,
     config=MemoryProfile,
     variant=attrgetter("mode"),
-    measure=lambda configs: map(profile, configs),
+    rows=lambda case, configs: map(profile, configs),
     isolated=True,
     check=MemoryProfile.check,
 )

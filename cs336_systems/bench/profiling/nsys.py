@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from .annotated_attention import ATTENTION_RANGES
 from .kernel_profile import KernelProfile, Profiled, attention_operations, wall_times, warm_bench
 from .kernel_totals import KernelTotal, kernel_metrics
-from .kernel_trace import OUTSIDE
+from .kernel_trace import ATTENTION_RANGES, OUTSIDE
 
 _RANGE, _NAMES = "NVTX Range", ("Kernel Name", "Name")
 _COUNTS, _TIME = ("Kern Inst", "Instances"), "Total Time (ns)"

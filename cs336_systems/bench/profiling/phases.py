@@ -48,7 +48,6 @@ class Phases:
     """The allocator's own peaks over the step, in bytes; empty on a CPU."""
 
     def save(self, path: Path) -> None:
-        """Write the file that `read_phases` reads."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 

@@ -54,7 +54,7 @@ def record(config: Workload, warmup: int, folder: Path) -> None:
 
     error = None
     tensors = (tensor for *_, tensor in held_tensors(bench))
-    recording: Any = _allocator_history() if on_gpu else StorageRecorder(tensors)
+    recording: Any = AllocatorRecorder() if on_gpu else StorageRecorder(tensors)
     with recording as recorder:
         try:
             note_boundary()
@@ -63,6 +63,8 @@ def record(config: Workload, warmup: int, folder: Path) -> None:
             error = str(short).splitlines()[0]
         states = {"gpu_before": before, "gpu_after": current_gpu_state()}
         recorder.save(folder / SNAPSHOT_FILE)
+    stats: dict[str, Any] = torch.cuda.memory_stats(device) if on_gpu else {}
+    names = ("allocated", "requested", "reserved") if on_gpu else ()
     phases = Phases(
         names=bench.phases[: len(boundaries_us)],
         boundaries_us=tuple(boundaries_us),
@@ -72,7 +74,7 @@ def record(config: Workload, warmup: int, folder: Path) -> None:
         error=error,
         config={**bench.read_back(), "warmup": warmup},
         env=stamp() | {name: state for name, state in states.items() if state},
-        allocator=_allocator_peaks(device) if on_gpu else {},
+        allocator={f"peak_{name}_bytes": int(stats[f"{name}_bytes.all.peak"]) for name in names},
     )
     phases.save(folder / PHASES_FILE)
 
@@ -100,25 +102,18 @@ def held_tensors(bench: Workbench) -> Iterator[tuple[str, str, Tensor]]:
     yield OTHER, "targets", bench.targets
 
 
-class _AllocatorRecorder:
+class AllocatorRecorder:
+    """While entered, PyTorch's allocator records its history on a GPU."""
+
+    def __enter__(self) -> "AllocatorRecorder":
+        torch.cuda.memory._record_memory_history(None)  # drop earlier records
+        # C++ frames too: the backward pass has no others.
+        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", max_entries=MAX_ENTRIES)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.memory._record_memory_history(None)
+
     def save(self, path: Path) -> None:
         with replaced(path) as beside:
             torch.cuda.memory._dump_snapshot(str(beside))
-
-
-@contextlib.contextmanager
-def _allocator_history() -> Iterator[_AllocatorRecorder]:
-    torch.cuda.memory._record_memory_history(None)  # drop earlier records
-    # C++ frames too: the backward pass has no others.
-    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", max_entries=MAX_ENTRIES)
-    try:
-        yield _AllocatorRecorder()
-    finally:
-        torch.cuda.memory._record_memory_history(None)
-
-
-def _allocator_peaks(device: torch.device) -> dict[str, int]:
-    stats: dict[str, Any] = torch.cuda.memory_stats(device)
-    return {
-        f"peak_{name}_bytes": int(stats[f"{name}_bytes.all.peak"]) for name in ("allocated", "requested", "reserved")
-    }

@@ -29,7 +29,6 @@ class Event:
     address: int
     size: int
     time_us: int
-    stream: int
     frames: tuple[Frame, ...]
 
 
@@ -39,7 +38,6 @@ class Block:
 
     address: int
     size: int
-    stream: int
     frames: tuple[Frame, ...]
 
 
@@ -110,9 +108,9 @@ def _stacks() -> _Stacks:
 def _event(entry: dict[str, Any], stack: _Stacks) -> Event:
     action, time_us = entry["action"], _number(entry, "time_us")
     if action == "oom":
-        return Event(action, 0, 0, time_us, 0, ())
+        return Event(action, 0, 0, time_us, ())
     frames = stack(entry.get("frames", [])) if action == "alloc" else ()
-    return Event(action, _number(entry, "addr"), _number(entry, "size"), time_us, _number(entry, "stream", 0), frames)
+    return Event(action, _number(entry, "addr"), _number(entry, "size"), time_us, frames)
 
 
 def _active_blocks(segment: dict[str, Any], stack: _Stacks) -> Iterator[Block]:
@@ -122,7 +120,7 @@ def _active_blocks(segment: dict[str, Any], stack: _Stacks) -> Iterator[Block]:
         size, address = _number(block, "size"), _number(block, "address", address)
         if block["state"] in _STATES:
             requested = _number(block, "requested_size", size)
-            yield Block(address, requested, _number(segment, "stream", 0), stack(block.get("frames", [])))
+            yield Block(address, requested, stack(block.get("frames", [])))
         address += size
 
 

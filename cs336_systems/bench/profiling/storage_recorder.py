@@ -37,13 +37,11 @@ class StorageRecorder(StorageFollower):
                 self.follow(storage)
 
     def made(self, storage: torch.UntypedStorage) -> None:
-        """Note a storage and the stack that asked for it."""
         address, size, frames = storage.data_ptr(), storage.nbytes(), _stack_at_operator()
         self._note("alloc", address, size, frames)
         self._alive[address] = size, frames
 
     def freed(self, address: int) -> None:
-        """Note that a storage is freed."""
         size, _ = self._alive.pop(address)
         for action in ("free_requested", "free_completed"):
             self._note(action, address, size, [])
@@ -53,7 +51,6 @@ class StorageRecorder(StorageFollower):
         self.stop()
 
     def save(self, path: Path) -> None:
-        """Write the snapshot: one trace, and a segment for each storage that is alive."""
         segments = []
         for address, (size, frames) in self._alive.items():
             block = dict(address=address, size=size, requested_size=size, state="active_allocated", frames=frames)

@@ -1,14 +1,17 @@
-"""Memory in use over time and its peak, as numbers for the picture, the page and the row."""
+"""Memory in use over time and its peak: numbers for the row and the page, and the picture with its texts."""
 
 import functools
 import re
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
-from .history import History
+from ...machine.files import write_figure
+from ..row import Row
+from .history import LIFETIMES, History
+from .phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
 from .snapshot import Frame
 
 PROJECT = ("cs336_basics", "cs336_systems")
@@ -40,7 +43,6 @@ class Timeline:
 
     @property
     def total(self) -> np.ndarray:
-        """Bytes of all categories together."""
         return np.sum([np.zeros(len(self.ms), dtype=np.int64), *map(np.array, self.in_use.values())], axis=0)
 
 
@@ -128,3 +130,117 @@ def project_path(file: str) -> str:
 def _is_library(file: str) -> bool:
     parts = PurePath(file.replace("\\", "/")).parts
     return bool({"torch", "site-packages", *PROJECT} & set(parts)) or any(p.startswith("python3") for p in parts[:-1])
+
+
+COLORS = {
+    PARAMETERS: "#4c78a8",
+    OPTIMIZER: "#9ecae9",
+    GRADIENTS: "#e45756",
+    ACTIVATIONS: "#54a24b",
+    TEMPORARIES: "#f2a93b",
+    OTHER: "#a0a0a0",
+    **dict(zip(LIFETIMES, ("#4c78a8", "#9ecae9", "#54a24b", "#f2a93b"), strict=True)),
+}
+_COLUMNS = 1600
+
+
+def plot_timeline(history: History, path: Path, title: str) -> None:
+    """Draw the history into a PNG. Where moments share a column of pixels, the highest is drawn: no peak is lost."""
+    write_figure(timeline_figure(timeline_of(history, _COLUMNS), title), path)
+
+
+def timeline_figure(timeline: Timeline, title: str) -> Any:
+    """The picture of a timeline."""
+    from matplotlib.figure import Figure
+
+    total, time_ms = timeline.total, np.array(timeline.ms)
+    peak = int(total.argmax())
+    unit, size = ("GiB", 2**30) if total[peak] >= 2**30 else ("MiB", 2**20)
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    axes = figure.subplots()
+    bottom = np.zeros(len(total))
+    for name, in_use in timeline.in_use.items():
+        top = bottom + np.array(in_use) / size
+        label = f"{name}: {size_text(in_use[peak])}"
+        axes.fill_between(time_ms, bottom, top, step="post", color=COLORS[name], linewidth=0, label=label)
+        bottom = top
+    axes.step(time_ms, bottom, where="post", color="#333333", linewidth=0.7)
+    axes.set_ylim(0, total[peak] / size * 1.16 or 1)
+    axes.set_xlim(time_ms[0], max(time_ms[-1], time_ms[0] + 1e-3))
+    _mark_phases(axes, timeline)
+    _mark_peak(axes, time_ms, time_ms[peak], total[peak], size)
+    axes.set_xlabel("time on the host (ms)")
+    axes.set_ylabel(f"memory in use ({unit})")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, title="at the peak")
+    return figure
+
+
+def _mark_phases(axes: Any, timeline: Timeline) -> None:
+    span, last = timeline.ms[-1] - timeline.ms[0], timeline.ms[-1]
+    for k, (name, (start, end)) in enumerate(timeline.phases.items()):
+        if k % 2:
+            axes.axvspan(start, end, color="#000000", alpha=0.04, linewidth=0, zorder=0)
+        axes.axvline(start, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
+        is_narrow = end - start < 0.1 * span  # its name ends where the phase ends, and covers the lines that it crosses
+        label = dict(ha="right", backgroundcolor="#ffffffcc") if is_narrow and k else dict(ha="left")
+        at = end if is_narrow and k else start
+        axes.text(at, 0.985, f" {name} ", transform=axes.get_xaxis_transform(), va="top", color="#333333", **label)
+        last = end
+    axes.axvline(last, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
+
+
+def _mark_peak(axes: Any, time_ms: np.ndarray, at: float, num_bytes: float, size: int) -> None:
+    height = num_bytes / size
+    late = at > (time_ms[0] + time_ms[-1]) / 2
+    axes.plot([at], [height], marker="v", color="#b00020", markersize=7, clip_on=False)
+    axes.annotate(
+        f"peak {size_text(num_bytes)} at {at:.1f} ms",
+        (at, height),
+        xytext=(-8 if late else 8, 7),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        fontsize=10,
+        color="#b00020",
+        fontweight="bold",
+    )
+
+
+def size_text(num_bytes: float) -> str:
+    """A number of bytes in the unit that suits it."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if abs(num_bytes) >= 1 << power:
+            return f"{num_bytes / (1 << power):.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def title_of(row: Row) -> str:
+    """A heading that names the snapshot or the workload of a row."""
+    config = row.config
+    if "snapshot" in config:
+        return f"Memory of {config['snapshot']}"
+    words = [f"{config.get('size')}, {config.get('batch_size')} x {config.get('context_length')} tokens"]
+    words += [str(config.get(name)) for name in ("mode", "precision", "attention")]
+    words += ["compiled"] * bool(config.get("compile"))
+    if config.get("activation_checkpointing", "none") != "none":
+        words.append(f"checkpointed by {config['activation_checkpointing']}")
+    return f"Memory of {', '.join(words)}"
+
+
+def note_of(row: Row) -> str:
+    """A note on the way of counting and of finding categories."""
+    counts = {
+        "allocator": "Counted: requests to the GPU's allocator, without its rounding. Times are the host's, which "
+        "requests memory before the GPU uses it.",
+        "storages": "Counted: the storages of tensors that operators returned, on a CPU, without temporaries inside an "
+        "operator.",
+        "unknown": "Counted: the requested sizes in the snapshot.",
+    }
+    categories = {
+        "tensors": "Parameters, optimizer state and gradients are known by their addresses; activations are allocated "
+        "by the forward pass and alive when the backward pass begins; other was there before.",
+        "lifetimes": "There is no phases.json beside this snapshot, so categories are lifetimes within the recording.",
+    }
+    return f"{counts[row.metrics['counts']]} {categories[row.metrics['categories_from']]}"

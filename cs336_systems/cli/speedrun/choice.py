@@ -90,12 +90,10 @@ class Candidate:
 
     @property
     def tokens_a_parameter(self) -> float:
-        """Tokens of the run per parameter."""
         return self.tokens / num_parameters(self.shape)
 
     @property
     def flops(self) -> float:
-        """Matrix-product operations of the run."""
         return run_flops(self.shape, self.tokens)
 
 

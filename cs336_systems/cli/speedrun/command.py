@@ -49,14 +49,5 @@ def speedrun(arguments: Sequence[str]) -> int:
     require(minutes is None or epochs is None, "epochs", epochs, "left out where minutes is given")
     from .run import Speedrun  # imports PyTorch, which --help does not need
 
-    search = Speedrun(
-        lambda chosen: parse_run_config([*chosen, *fields])[0],
-        given,
-        minutes=20.0 if epochs is None and minutes is None else minutes,
-        epochs=epochs,
-        size=options.size,
-        devices=options.devices,
-        out=options.out,
-    )
-    file = search.prepare()
+    file = Speedrun(lambda chosen: parse_run_config([*chosen, *fields])[0], given, options).prepare()
     return 0 if options.dry_run else train(["--config", str(file)])

@@ -31,7 +31,6 @@ class StepTimes(StepBench):
     steps: int
 
     def run_config(self) -> RunConfig:
-        """The configuration of the run."""
         return RunConfig.from_dict(json.loads(self.run))
 
 
@@ -48,7 +47,7 @@ CASE = Case(
     module=__name__,
     config=StepTimes,
     variant=lambda config: config.name,
-    measure=launched(__name__),
+    rows=launched,
     measure_on_rank=measure_on_rank,
 )
 

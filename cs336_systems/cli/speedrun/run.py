@@ -53,22 +53,15 @@ class Speedrun:
     """One search for the best model, and the run that follows from it.
 
     make_config: makes a run from arguments of `cs336 train` and the user's own fields, whose names are in `given`.
-    Exactly one of `minutes` (for search and training together) and `epochs` (passes over the text) is a number. Raises
-    ValueError that names a wrong option or field.
+    options: those of the command, with at most one of minutes and epochs. Raises ValueError that names a wrong option
+    or field.
     """
 
-    def __init__(
-        self,
-        make_config: Callable[[Sequence[str]], RunConfig],
-        given: Set[str],
-        *,
-        minutes: float | None,
-        epochs: float | None,
-        size: str | None,
-        devices: int | None,
-        out: str | None,
-    ) -> None:
-        self.make_config, self.minutes, self.epochs = make_config, minutes, epochs
+    def __init__(self, make_config: Callable[[Sequence[str]], RunConfig], given: Set[str], options: Any) -> None:
+        self.make_config, self.minutes, self.epochs = make_config, options.minutes, options.epochs
+        size, devices, out = options.size, options.devices, options.out
+        if self.minutes is None and self.epochs is None:
+            self.minutes = 20.0
         require(size in (None, *SIZES), "size", size, f"one of {', '.join(SIZES)}")
         own_shape = sorted(given & _SHAPE)
         if own_shape and size is not None:
