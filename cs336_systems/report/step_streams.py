@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.case import option_words
-from ..bench.cases.ddp import DEFAULTS
+from ..bench.cases.ddp import OverlapTrace
 from ..bench.instruments.streams import Streams, totals
 from ..bench.instruments.trace import merge
 from ..bench.profiling.nsys import record_command
@@ -107,10 +107,10 @@ def draw_streams(rows: Sequence[Row], folder: Path) -> list[Path]:
 def nsys_command(row: Row) -> str:
     """The shell command that records the same step with Nsight Systems."""
     names = ("variant", "devices", "size", "context_length", "batch_size", "precision", "compile", "warmup")
-    fields = {name: row.config[name] for name in names}
-    options = option_words({n: value for n, value in fields.items() if n == "variant" or value != DEFAULTS[n]})
+    changed = {n: row.config[n] for n in names if n == "variant" or row.config[n] != getattr(OverlapTrace, n)}
     stem = Path(row.config["traces"]).with_name(f"nsys-{Path(row.metrics.get('streams') or 'step').stem}")
-    command = ["cs336", "bench", "overlap-trace", "--profiler", "nsys", *options, "--out", str(stem.parent / "nsys")]
+    options = [*option_words(changed), "--out", str(stem.parent / "nsys")]
+    command = ["cs336", "bench", "overlap-trace", "--profiler", "nsys", *options]
     return shlex.join([*record_command(stem), *command])
 
 

@@ -9,7 +9,7 @@ and how much of that overlaps with compute.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,9 +221,6 @@ class OverlapTrace(DDPBench):
         file = Path(self.traces, f"{stem}.json")
         streams = record_step(trainer.train_step, is_first, trainer.device, file, named=True)
         return totals(streams) | {"streams": str(file)} if is_first else {}
-
-
-DEFAULTS = {field.name: field.default for field in fields(OverlapTrace)}
 
 
 def _step_for_nsys(trainer: Trainer, is_first: bool) -> None:
