@@ -87,3 +87,16 @@ def get_cosine_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, to
         return min_lr
     progress = (step - warmup_steps) / (total_steps - warmup_steps)
     return min_lr + 0.5 * (max_lr - min_lr) * (1 + math.cos(math.pi * progress))
+
+
+def get_wsd_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int, decay_steps: int) -> float:
+    """Learning rate at `step` (from 0): linear warm-up, stable at max_lr, linear decay (Hu et al. 2024, MiniCPM).
+
+    It falls to min_lr over the last decay_steps before total_steps, and stays there. decay_steps 0: it never falls.
+    """
+    if step < warmup_steps:
+        return max_lr * step / warmup_steps
+    if decay_steps == 0:
+        return max_lr
+    left = min(max(total_steps - step, 0) / decay_steps, 1.0)
+    return min_lr + (max_lr - min_lr) * left

@@ -48,7 +48,7 @@ def without_default_min_lr(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, with linear warm-up and then half a cosine down to min_lr."""
+    """AdamW, and the learning rate of each step."""
 
     implementation: Literal["own", "torch", "torch_foreach", "torch_fused", "fused"] = "own"
     """own: the readable AdamW in cs336_basics. torch, torch_foreach, torch_fused: variants of torch.optim.AdamW. fused:
@@ -58,6 +58,11 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float | None = None
     """Final learning rate (default: lr / 10)."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning rate after the warm-up. cosine: half a cosine down to min_lr. wsd: lr, then a linear decay to min_lr.
+    constant: lr."""
+    decay_steps: int | None = None
+    """Steps of the decay of wsd (default: a fifth of cosine_steps)."""
     warmup_steps: int | None = None
     """Steps of linear warm-up (default: a tenth of cosine_steps, at most 100)."""
     cosine_steps: int | None = None
@@ -72,7 +77,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
         require_at_least(self, "optimizer", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "eps")
-        require_at_least(self, "optimizer", 1, "cosine_steps")
+        require_at_least(self, "optimizer", 1, "cosine_steps", "decay_steps")
         for i, beta in enumerate(self.betas):
             require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
         min_lr = _default_min_lr(self.lr) if self.min_lr is None else self.min_lr
@@ -357,10 +362,14 @@ class RunConfig:
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """The arguments of `get_cosine_lr` after the step, by the field that sets each."""
+        """What the learning rate of a step depends on, by the field that sets it."""
         optimizer = self.optimizer
-        fields = {f"optimizer.{name}": getattr(optimizer, name) for name in ("lr", "min_lr", "warmup_steps")}
-        return fields | {"optimizer.cosine_steps": optimizer.cosine_steps or self.train.max_steps}
+        names = ("schedule", "lr", "min_lr", "warmup_steps")
+        fields: dict[str, Any] = {f"optimizer.{name}": getattr(optimizer, name) for name in names}
+        total_steps = fields["optimizer.cosine_steps"] = optimizer.cosine_steps or self.train.max_steps
+        if optimizer.schedule == "wsd":
+            fields["optimizer.decay_steps"] = optimizer.decay_steps or -(-total_steps // 5)
+        return fields
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON types."""

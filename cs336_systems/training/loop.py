@@ -21,7 +21,6 @@ from torch import Tensor
 from cs336_basics.data import gather_sequences
 from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
-from cs336_basics.optimizer import get_cosine_lr
 
 from ..config.run import RunConfig
 from ..machine.hardware import autocast, device_peak_flops, start_copy_to_host, with_index
@@ -31,7 +30,7 @@ from .auto import resolve
 from .batches import BatchLoader, Tokens, micro_batch_size
 from .build import build_optimizer, compiled, masters_of, narrow_matrices, prepare_model, strategy_of, wrap_model
 from .graph import RecordedStep
-from .optimizer import SMALLEST_LOSS_SCALE, GradientScale, set_learning_rate
+from .optimizer import SMALLEST_LOSS_SCALE, GradientScale, learning_rate, set_learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +113,8 @@ class Trainer:
         return self.strategy(inputs, targets=targets)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; min_lr from optimizer.cosine_steps on."""
-        return get_cosine_lr(step, *self.config.schedule.values())
+        """The learning rate of a step, counted from 1."""
+        return learning_rate(self.config, step)
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step. Returns its metrics. Raises NonFiniteError instead of making a bad update."""

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cs336_basics.nn_utils import gradient_norms
-from cs336_basics.optimizer import update
+from cs336_basics.optimizer import get_cosine_lr, get_wsd_lr, update
 
+from ..config.run import RunConfig
 from ..parallel.strategy import Strategy
 
 MASTER = "master"
@@ -181,6 +182,15 @@ def adamw_torch(
         update(master, g, m, v, step.item(), lr.item(), betas, eps, weight_decay)
         if weight.dtype != torch.float32:
             weight.copy_(master)
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The learning rate of a step, counted from 1, in the configuration's schedule."""
+    values = {name.removeprefix("optimizer."): value for name, value in config.schedule.items()}
+    common = (step, values["lr"], values["min_lr"], values["warmup_steps"], values["cosine_steps"])
+    if values["schedule"] == "cosine":
+        return get_cosine_lr(*common)
+    return get_wsd_lr(*common, values.get("decay_steps", 0))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

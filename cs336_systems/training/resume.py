@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from cs336_basics.files import sha256_of_file, write_json
-from cs336_basics.optimizer import get_cosine_lr
 
 from ..config.checks import require
 from ..config.data import without_default_paths
@@ -27,6 +26,7 @@ from .load import LoadedModel, load_model
 from .loop import Position, Trainer
 from .manifest import Manifest, check_identity, find_checkpoints, newest_whole_checkpoint, verify_checkpoint
 from .metrics import METRICS_FILE
+from .optimizer import learning_rate
 from .preflight import check_config
 from .prepare import PreparedData
 from .result import RunResult
@@ -248,14 +248,15 @@ def _warn_of_new_learning_rate(trainer: Trainer, manifest: Manifest) -> None:
         return
     config = trainer.config
     for step in range(manifest.step + 1, config.train.max_steps + 1):
-        was, now = get_cosine_lr(step, *before.schedule.values()), trainer.learning_rate(step)
+        was, now = learning_rate(before, step), learning_rate(config, step)
         if f"{was:.3g}" != f"{now:.3g}":
             break
     else:
         return
-    changed = {name: old for name, old in before.schedule.items() if old != config.schedule[name]}
+    here = {"optimizer.decay_steps": None} | config.schedule
+    changed = {name: old for name, old in before.schedule.items() if old != here[name]}
     shown = {"optimizer.cosine_steps": "train.max_steps"} if config.optimizer.cosine_steps is None else {}
-    why = (f"{shown.get(name, name)} is {config.schedule[name]}, not {old}" for name, old in changed.items())
+    why = (f"{shown.get(name, name)} is {here[name]}, not {old}" for name, old in changed.items())
     options = " ".join(f"--{name} {old}" for name, old in changed.items())
     logger.warning(
         f"resume: step {step} has a learning rate of {now:.3g} instead of {was:.3g}, because {' and '.join(why)}; to "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_basics.optimizer import AdamW, get_cosine_lr
+from cs336_basics.optimizer import AdamW, get_cosine_lr, get_wsd_lr
 
 SHAPES = ((4, 3), (7,), ())
 
@@ -189,3 +189,9 @@ def test_schedules_at_the_edges(steps, warmup_steps, total_steps, expected):
     assert [get_cosine_lr(step, 1.0, 0.3, warmup_steps, total_steps) for step in steps] == pytest.approx(
         expected, rel=1e-12
     )
+
+
+def test_warm_up_stable_decay() -> None:
+    rates = [get_wsd_lr(step, 1.0, 0.2, 2, 10, 4) for step in range(13)]
+    assert rates == pytest.approx([0, 0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    assert get_wsd_lr(1000, 1.0, 0.2, 2, 10, 0) == 1.0

@@ -16,6 +16,7 @@ from torch.nn import functional
 from cs336_basics.data import sequence_starts
 from cs336_systems.training.batches import BatchLoader
 from cs336_systems.training.loop import NonFiniteError, Trainer
+from cs336_systems.training.optimizer import learning_rate
 
 from .helpers import (
     CONTEXT_LENGTH,
@@ -197,6 +198,20 @@ def test_the_rate_rises_linearly_falls_as_half_a_cosine_and_ends_at_min_lr(tmp_p
     expected = [expected_rate(min(step, last), lr, lr * share, warmup, last) for step in range(1, total + 1)]
     assert rates == pytest.approx(expected, rel=1e-9, abs=1e-15)
     assert set(rates[last - 1 :]) <= {lr * share}
+
+
+@pytest.mark.parametrize(
+    "schedule, expected",
+    [
+        (dict(schedule="wsd"), [0.5, *[1] * 7, 0.6, 0.2]),
+        (dict(schedule="wsd", decay_steps=4), [0.5, *[1] * 5, 0.8, 0.6, 0.4, 0.2]),
+        (dict(schedule="wsd", cosine_steps=8, decay_steps=1), [0.5, *[1] * 6, 0.2, 0.2, 0.2]),
+        (dict(schedule="constant"), [0.5, *[1] * 9]),
+    ],
+)
+def test_the_rate_of_other_schedules(schedule: dict[str, Any], expected: list[float], tmp_path: Any) -> None:
+    config = make_config(tmp_path, optimizer=dict(lr=1.0, min_lr=0.2, warmup_steps=2) | schedule)
+    assert [learning_rate(config, step) for step in range(1, 11)] == pytest.approx(expected)
 
 
 def test_every_group_of_the_optimizer_gets_the_rate_that_the_row_says(tmp_path: Any) -> None:
