@@ -1,11 +1,21 @@
-"""Commands that use a trained model: `cs336 generate`, `cs336 export`, `cs336 import-hf`."""
+"""Commands that use a trained model: `cs336 generate`, `evaluate`, `export` and `import-hf`."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from cs336_basics.files import write_json
+
+from ..config.checks import require_at_least
 from ..config.run import SampleConfig
 from ..machine.console import visible
 from .arguments import make_parser, parse
+
+if TYPE_CHECKING:
+    from cs336_basics.tokenizer import Tokenizer
+
+    from ..training.load import LoadedModel
 
 
 def generate(arguments: Sequence[str]) -> int:
@@ -22,14 +32,55 @@ def generate(arguments: Sequence[str]) -> int:
     device, run = use_device(options.pop("device")), options.pop("run")
     sampling = SampleConfig(**options)
     loaded = load_model(run)
+    text = sample_text(loaded.build(device), _tokenizer_of(loaded), sampling)
+    print(visible(text) if sys.stdout is not None and sys.stdout.isatty() else text)
+    return 0
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Run `cs336 evaluate`, which prints the loss on a text, and return the exit code."""
+    parser = make_parser("evaluate", "Measure how well a trained model predicts a text.")
+    parser.add_argument("run", type=str, help="Run folder, checkpoint or Hugging Face folder.")
+    parser.add_argument("--text", type=str, required=True,
+                        help="UTF-8 file. <|endoftext|> separates its documents.")  # fmt: skip
+    parser.add_argument("--stride", type=int, default=None,
+                        help="Tokens between overlapping windows (default: half the context length).")  # fmt: skip
+    parser.add_argument("--batch_size", type=int, default=4, help="Windows at once.")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
+    parser.add_argument("--out", type=str, default=None, help="JSON file to write, with every document.")
+    options = parse(parser, arguments)
+    from cs336_basics.tokenizer import read_utf8
+
+    from ..machine.hardware import use_device
+    from ..training.evaluate import Score, documents_of, score_documents
+    from ..training.load import load_model
+
+    require_at_least(options, "", 1, "batch_size")
+    device, loaded = use_device(options.device), load_model(options.run)
+    stride = options.stride if options.stride is not None else max(1, loaded.shape.context_length // 2)
+    documents = documents_of(read_utf8(options.text))
+    scores = score_documents(loaded.build(device), _tokenizer_of(loaded), documents, stride, options.batch_size)
+    total = sum(scores, Score())
+    if not total.tokens:
+        raise ValueError(f"text is {options.text}: it must have text besides <|endoftext|>")
+    result = {"documents": len(scores), "tokens": total.tokens, "bytes": total.bytes, **total.rates()}
+    for name, value in result.items():
+        print(f"{name.replace('_per_', ' a '):<15}{value:>16{',.4f' if isinstance(value, float) else ','}}")
+    if options.out is not None:
+        how = {"model": str(loaded.checkpoint), "text": options.text}
+        how |= {"context_length": loaded.shape.context_length, "stride": stride}
+        each = [{**dataclasses.asdict(score), **score.rates()} for score in scores]
+        write_json(options.out, {**how, **result, "by_document": each})
+    return 0
+
+
+def _tokenizer_of(loaded: "LoadedModel") -> "Tokenizer":
     if loaded.tokenizer is None:
         raise ValueError(
             f"{loaded.checkpoint} was trained without a tokenizer, so it cannot take or give text (a run on token "
             "files has one if --data.tokenizer names it)"
         )
-    text = sample_text(loaded.build(device), loaded.tokenizer, sampling)
-    print(visible(text) if sys.stdout is not None and sys.stdout.isatty() else text)
-    return 0
+    return loaded.tokenizer
 
 
 def export(arguments: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from tests.systems.command import SHORT, TINY, Run, process, the_line
 # The command
 
 
-COMMANDS = ("train", "speedrun", "generate", "export", "import-hf", "bench", "profile", "plan", "report")
+COMMANDS = ("train", "speedrun", "generate", "evaluate", "export", "import-hf", "bench", "profile", "plan", "report")
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
@@ -140,6 +140,9 @@ print("HEAVY", [name for name in ("torch", "numpy", "tokenizers", "matplotlib", 
         (["generate", "no/such"], "no/such"),
         (["generate", "no/such", "--temperature=-1"], "temperature is -1"),
         (["generate", "no/such", "--tempreature=1"], "did you mean temperature?"),
+        (["evaluate", "no/such"], "text"),
+        (["evaluate", "no/such", "--text=no.txt"], "no/such"),
+        (["evaluate", "no/such", "--text=no.txt", "--batch_size=0"], "batch_size is 0"),
         (["export", "no/such"], "no/such"),
         (["export", "no/such", "--format=gguf"], "hf"),
         (["import-hf", "no/such"], "out"),

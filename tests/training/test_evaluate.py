@@ -1,0 +1,95 @@
+"""The loss on a text, against the sum over its tokens written out."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_basics.model import TransformerLM
+from cs336_basics.tokenizer import Tokenizer
+from cs336_systems.cli.main import run_command
+from cs336_systems.training import train
+from cs336_systems.training.evaluate import Score, documents_of, score_documents, windows
+
+from .helpers import make_config
+
+TEXTS = ["the cat sat on the mat. " * 6, "a", "the dog sat. "]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["the cat sat on the mat. " * 50], 290)
+
+
+@pytest.fixture(scope="module")
+def model() -> TransformerLM:
+    torch.manual_seed(0)
+    return TransformerLM(vocab_size=300, context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=32)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 8])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_every_token_is_predicted_once_from_what_its_window_shows(
+    stride: int, batch_size: int, model: TransformerLM, tokenizer: Tokenizer
+) -> None:
+    found = score_documents(model, tokenizer, TEXTS, stride, batch_size)
+    for text, score in zip(TEXTS, found, strict=True):
+        ids = [tokenizer.end_of_text_id, *tokenizer.encode(text)]
+        nats = 0.0
+        for i in range(1, len(ids)):
+            windows_before = max(0, math.ceil((i - model.context_length) / stride))
+            seen = torch.tensor([ids[windows_before * stride : i]])
+            nats -= model(seen)[0, -1].log_softmax(-1)[ids[i]].item()
+        assert (score.tokens, score.bytes) == (len(ids) - 1, len(text))
+        assert score.nats == pytest.approx(nats, rel=1e-5)
+
+
+@given(st.integers(1, 40), st.integers(1, 10), st.data())
+def test_windows_count_each_token_once(count: int, length: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(1, length))
+    ids = list(range(count))
+    counted = [token for window, first in windows(ids, length, stride) for token in window[first + 1 :]]
+    assert counted == ids[1:]
+    assert all(len(window) <= length + 1 for window, _ in windows(ids, length, stride))
+
+
+def test_documents_end_also_where_two_blocks_meet() -> None:
+    assert list(documents_of(["ab<|endof", "text|>c<|endoftext|><|endoftext|>", "d"])) == ["ab", "c", "d"]
+
+
+def test_rates() -> None:
+    rates = (Score(2, 8, 3 * math.log(2)) + Score(2, 8, 5 * math.log(2))).rates()
+    assert rates == pytest.approx(
+        dict(nats_per_token=2 * math.log(2), bits_per_token=2, perplexity=4, bits_per_byte=0.5)
+    )
+
+
+def test_a_stride_beyond_the_context_is_refused(model: TransformerLM, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="stride is 9: it must be from 1 to the model's context_length, 8"):
+        score_documents(model, tokenizer, TEXTS, 9)
+
+
+def test_the_command_prints_the_rates_and_writes_every_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("<|endoftext|>".join(TEXTS * 30))
+    data = dict(source="text", train_text=str(text), data_dir=str(tmp_path / "data"))
+    run = train(make_config(tmp_path, data=data, train=dict(max_steps=2))).run_dir
+    capsys.readouterr()
+    words = ("--text", text, "--out", tmp_path / "scores.json", "--device", "cpu", "--stride", "4")
+    assert run_command("evaluate", [str(word) for word in (run, *words)]) == 0
+    printed = capsys.readouterr().out
+    written = json.loads((tmp_path / "scores.json").read_text())
+    assert len(written["by_document"]) == written["documents"] == 90
+    assert sum(score["nats"] for score in written["by_document"]) == pytest.approx(
+        written["nats_per_token"] * written["tokens"]
+    )
+    assert f"{written['bits_per_byte']:.4f}" in printed
+    (tmp_path / "empty.txt").write_text("<|endoftext|>")
+    with pytest.raises(ValueError, match=r"text is .*empty.txt: it must have text besides"):
+        run_command("evaluate", [run, "--text", str(tmp_path / "empty.txt"), "--device", "cpu"])
