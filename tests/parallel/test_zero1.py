@@ -190,8 +190,7 @@ def equal(a: Any, b: Any) -> bool:
     return a == b
 
 
-def check(ranks: list[dict[str, dict[str, Any]]], setup: str, expected: dict[str, Any]) -> None:
-    results = [of_rank[setup] for of_rank in ranks]
+def check(results: list[dict[str, Any]], expected: dict[str, Any], setup: str = "") -> None:
     for rank, result in enumerate(results):
         for name, parameter in expected["parameters"].items():
             assert torch.equal(result["parameters"][name], parameter), f"{setup}: {name} on rank {rank}"
@@ -204,7 +203,7 @@ def check(ranks: list[dict[str, dict[str, Any]]], setup: str, expected: dict[str
 def test_equals_the_plain_optimizer(kind: Kind, world_size: int) -> None:
     ranks = run_ranks(train_all, world_size, kind, "cpu")
     for name in SETUPS:
-        check(ranks, name, alone(name))
+        check([results[name] for results in ranks], alone(name), name)
 
 
 # Owners
@@ -320,14 +319,14 @@ def test_goes_on_at_another_world_size(kind: Kind, sizes: tuple[int | None, int 
     for size, first, last in zip(sizes, (0, 4), (4, STEPS), strict=True):
         results = run_ranks(go_on, size or 1, size is not None and kind, first, last, results[0], False)
     for name in RESUMABLE:
-        check(results, name, alone(name))
+        check([result[name] for result in results], alone(name), name)
 
 
 @KINDS
 def test_own_part_is_enough_to_load(kind: Kind) -> None:
     results = run_ranks(go_on, 2, kind, 0, STEPS, {}, True)
     for name in RESUMABLE:
-        check(results, name, alone(name))
+        check([result[name] for result in results], alone(name), name)
 
 
 # Errors
@@ -404,7 +403,7 @@ def test_refuses_parameters_that_differ_over_ranks_or_cannot_be_sent() -> None:
 @pytest.mark.multigpu
 @pytest.mark.parametrize("name", SETUPS)
 def test_equals_the_plain_optimizer_on_nccl(name: str) -> None:
-    check(on_gpus(), name, alone(name, "cuda"))
+    check([results[name] for results in on_gpus()], alone(name, "cuda"))
 
 
 def go_on_with_fused(before: dict[str, Any] | None) -> dict[str, Any]:
@@ -420,8 +419,7 @@ def go_on_with_fused(before: dict[str, Any] | None) -> dict[str, Any]:
 @pytest.mark.multigpu
 def test_a_fused_optimizer_goes_on_from_a_state_dict_on_the_cpu() -> None:
     before = run_ranks(go_on_with_fused, 2, None, device="cuda")[0]
-    after = run_ranks(go_on_with_fused, 2, before, device="cuda")
-    check([{"fused AdamW": result} for result in after], "fused AdamW", alone("fused AdamW", "cuda"))
+    check(run_ranks(go_on_with_fused, 2, before, device="cuda"), alone("fused AdamW", "cuda"))
 
 
 def memory_of_moving() -> tuple[int, int]:
