@@ -197,7 +197,7 @@ def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
-    check_qkv(q, k, v, is_causal, dtypes=DTYPES, max_head_size=MAX_HEAD_SIZE)
+    check_qkv(q, k, v, is_causal, dtypes=DTYPES, max_head_size=MAX_HEAD_SIZE, equal_heads="flash_triton")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
