@@ -346,14 +346,15 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, G: gl.constexpr, C
         for g in range(G):
             passes = i * G + g
             dq_block = query_head(bh, g, G) * gl.cdiv(N_q, BLOCK) * (D_PAD // 32) + group
-            if g > 0:  # before the first pass, the wait for the keys has waited for both groups
-                wait_ready(ds_ready, start + passes - 1)
+            if g > 0:  # both groups have read the dS before the last one; for the first head kv_ready has waited for it
                 wait_empty(empty, start + 1)
             # The first tile of queries has no tile before it: the loop multiplies these zeros instead.
             zeros = gl.zeros([_ROWS, QUERIES], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16]))
             ds_buffers.index((start + passes) % STAGES).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
             fence_async_shared()
             mbarrier.arrive(ds_ready.index((start + passes) % STAGES))
+            if g > 0:  # both groups have read the last dS
+                wait_ready(ds_ready, start + passes)
             k, v = all_k.slice(group * _ROWS, _ROWS), all_v.slice(group * _ROWS, _ROWS)
             if D_PAD == 64:  # from registers, a product reads a third less from shared memory; 128 columns do not fit
                 k = k.load(LEFT)

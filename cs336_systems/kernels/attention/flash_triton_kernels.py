@@ -354,7 +354,7 @@ def _dkv_tile(
         end = tl.cdiv(N_q, BM) * BM
         first = tl.minimum(n0 // BM * BM, end)
         lo = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, end)
-    for g in range(G):
+    for g in tl.range(0, G, disable_licm=True):  # addresses made before the loop would not fit the registers
         query_h, query_bh = _query_head(h, g, G), _query_head(bh, g, G)
         if CAUSAL:
             dk, dv = _dkv_queries(
