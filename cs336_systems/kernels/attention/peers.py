@@ -127,8 +127,10 @@ def _forced(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, is_
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
-        given = f"q of shape {tuple(q.shape)}, {q.dtype}, on {q.device}, with {k.shape[-2]} keys, is_causal={is_causal}"
-        raise ValueError(f"{given}: PyTorch has no kernel for {name} that serves this") from error
+        given = f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}, {q.dtype}, on {q.device}"
+        raise ValueError(
+            f"{given}, is_causal={is_causal}: PyTorch has no kernel for {name} that serves this"
+        ) from error
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
