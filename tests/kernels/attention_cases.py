@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cs336_basics.model import TransformerLM
 from cs336_systems.kernels.attention import get_attention
+from cs336_systems.kernels.attention.contract import repeat_heads
 from cs336_systems.kernels.attention.function import FlashFunction
 from cs336_systems.kernels.attention.reference import attention_with_logsumexp
 
@@ -41,6 +42,7 @@ class Case:
     largest_score: float | None = None  # approximate; None: normal inputs, unscaled
     needs: str = "qkv"
     seed: int = 0
+    key_heads: int | None = None  # None: as many as q has
 
     def __str__(self) -> str:
         given = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
@@ -51,10 +53,12 @@ class Case:
         """q, k, v, which require gradients where `needs` says so, and dO. The same numbers on every device."""
         generator = torch.Generator().manual_seed(self.seed)
 
-        def draw(n: int, layout: str) -> Tensor:
-            return _lay_out(lambda *shape: torch.randn(shape, generator=generator), self.leading, n, self.d, layout)
+        def draw(n: int, leading: tuple[int, ...]) -> Tensor:
+            return _lay_out(lambda *shape: torch.randn(shape, generator=generator), leading, n, self.d, self.layout)
 
-        q, k, v, dO = (draw(n, self.layout) for n in (self.n_q, self.n_k, self.n_k, self.n_q))
+        of_k = self.leading if self.key_heads is None else (*self.leading[:-1], self.key_heads)
+        q, k, v = draw(self.n_q, self.leading), draw(self.n_k, of_k), draw(self.n_k, of_k)
+        dO = draw(self.n_q, self.leading)
         if self.largest_score is not None:  # the largest of normal scores is about 4
             q = q * (self.largest_score / 4)
         if self.expanded_dO:  # as .sum().backward() passes it
@@ -95,6 +99,17 @@ def _both(*cases: Case) -> tuple[Case, ...]:
     return tuple(dataclasses.replace(case, is_causal=is_causal) for case in cases for is_causal in (False, True))
 
 
+GROUPED_CASES = (
+    Case(33, 70, leading=(1, 4), key_heads=2, is_causal=True),
+    Case(70, 33, leading=(6,), key_heads=2, layout="heads_inside"),
+    Case(65, 65, leading=(2, 3), key_heads=1, is_causal=True, expanded_dO=True),
+    Case(17, 129, 40, leading=(2, 1, 2), key_heads=1, layout="rows_apart", needs="kv"),
+    Case(33, 20, leading=(4,), key_heads=2, is_causal=True, layout="columns_apart", needs="q"),
+    Case(0, 16, leading=(2,), key_heads=1),
+    Case(16, 0, leading=(4,), key_heads=2, is_causal=True),
+)
+"""The same head of k and v for several heads of q. Not for kernels with `equal_heads`."""
+
 CASES: tuple[Case, ...] = (
     *_both(*(Case(n, n) for n in LENGTHS)),
     *_both(*(Case(*n) for n in ((17, 200), (200, 17), (1, 129), (129, 1), (64, 128), (128, 64), (0, 16), (16, 0)))),
@@ -106,6 +121,7 @@ CASES: tuple[Case, ...] = (
     *_both(Case(65, 65, leading=(1, 2), expanded_dO=True)),
     *_both(Case(65, 65, largest_score=1e4)),
     *(Case(33, 33, is_causal=True, needs=needs) for needs in ("q", "k", "v", "qk", "kv")),
+    *GROUPED_CASES,
 )
 """The fixed corners, for every kernel and dtype."""
 
@@ -129,6 +145,7 @@ LARGE_CASES = _both(
     Case(2049, 4100, 64, leading=(3,)),
     Case(4100, 2049, 80, leading=(3,)),
     Case(1000, 1000, 256, leading=(2, 2)),
+    Case(2049, 2049, 128, leading=(1, 8), key_heads=2),
 )
 """Sizes that fill a GPU's grid and its pipelines."""
 
@@ -166,6 +183,7 @@ def compute_truth(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, is_causal: bool) 
     o, logsumexp = attention_with_logsumexp(*wide, is_causal)
     results = gradients(o, wide, dO.double())
     logsumexp, (q, k, v) = logsumexp.detach(), (x.detach() for x in wide)
+    k, v = repeat_heads(q, k, v)  # the norm of all terms is the same, whatever sums they are in
     scores, dO = q @ k.mT / math.sqrt(q.shape[-1]), dO.double()
     p = (scores - logsumexp[..., None]).exp()
     if is_causal:
@@ -200,6 +218,7 @@ def gradients(o: Tensor, q_k_v: list[Tensor], dO: Tensor) -> dict[str, Tensor]:
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     """PyTorch's plain computation, every step in the inputs' dtype: the yardstick."""
+    k, v = repeat_heads(q, k, v)
     scores = (q / math.sqrt(q.shape[-1])) @ k.mT
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
@@ -268,6 +287,9 @@ WRONG_INPUTS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], str]
     "v of another length": (lambda q, k, v: (q, k, v[..., :-1, :]), "^v .*positions"),
     "k of another batch": (lambda q, k, v: (q, k[:1], v), "^k .*leading"),
     "k of another rank": (lambda q, k, v: (q, k[0], v), "^k .*leading"),
+    "heads that do not divide": (lambda q, k, v: (q, k[:, :2], v[:, :2]), "^k has 2 heads: .*divide q's, which has 3$"),
+    "more heads of k": (lambda q, k, v: (q[:, :1], k, v), "^k has 3 heads: .*divide q's, which has 1$"),
+    "v of other heads": (lambda q, k, v: (q, k, v[:, :1]), "^v has 1 heads: .*as many as k, which has 3$"),
     "k of another dtype": (lambda q, k, v: (q, k.double() if k.dtype != torch.double else k.float(), v), "^k "),
     "whole numbers": (lambda q, k, v: (q.long(), k.long(), v.long()), "^q .*int64"),
     "no head size": (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "^q .*head size 0"),
@@ -294,6 +316,8 @@ class KernelTests:
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     cases: tuple[Case, ...] = CASES
     max_head_size: int = 256
+    equal_heads: bool = False
+    """Whether the kernel refuses fewer heads of k and v."""
     random_examples: int = 30
     times_plain: float = 2
 
@@ -301,6 +325,7 @@ class KernelTests:
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:
             cases = [case for case in cls.cases if case.d <= cls.max_head_size]
+            cases = [case for case in cases if case.key_heads is None or not cls.equal_heads]
             metafunc.parametrize("case", cases, ids=str)
         if "dtype" in metafunc.fixturenames:
             metafunc.parametrize("dtype", cls.dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -394,7 +419,8 @@ class FlashKernelTests(KernelTests):
     def test_operators_keep_pytorchs_rules(self, layout: str) -> None:
         name = self.function.__name__
         forward, backward = (getattr(torch.ops.cs336, f"{name}_{which}").default for which in ("forward", "backward"))
-        case = Case(17, 20, 16, leading=(2, 2), is_causal=True, layout=layout)
+        key_heads = 1 if layout == "heads_inside" and not self.equal_heads else None
+        case = Case(17, 20, 16, leading=(2, 2), key_heads=key_heads, is_causal=True, layout=layout)
         q, k, v, dO = case.inputs(self.dtypes[0], self.device)
         o, logsumexp = (x.detach() for x in forward(q, k, v, True))
         torch.library.opcheck(forward, (q, k, v, True))

@@ -29,11 +29,11 @@ WAYS = (
 """Compute capability, head size, dtype, how tiles are moved."""
 
 
-def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, move: str, tile: Tile) -> ASTSource:
+def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, move: str, tile: Tile, G: int = 1) -> ASTSource:
     element = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     rows = {"q_": tile.BM, "o_": tile.BM, "do_": tile.BM, "dq_": tile.BM}
     tma, precision = move == "descriptors", flash_triton._precision(torch.empty(0, dtype=dtype))
-    values = dict(tile._asdict(), D=d, D_PAD=d, CAUSAL=True, MOVE=move, PRECISION=precision, NEED_DQ=True)
+    values = dict(tile._asdict(), D=d, D_PAD=d, G=G, CAUSAL=True, MOVE=move, PRECISION=precision, NEED_DQ=True)
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -101,10 +101,14 @@ def exponentials(sass: str, products_left: int) -> list[int]:
 
 def compile_gluon() -> None:
     triton.runtime.driver.set_active(Hopper())
-    flash_triton._heads_together = lambda looped_over, parts: 8  # asks the device, as does the next one
+    flash_triton._heads_together = lambda tiled, looped_over, parts: 8  # asks the device, as does the next one
     flash_triton._num_multiprocessors = lambda x: 132
-    for d, dtype, is_causal in ((64, torch.bfloat16, True), (128, torch.bfloat16, True), (80, torch.float16, False)):
-        q, k = torch.zeros(2, 3, 100, d, dtype=dtype), torch.zeros(2, 3, 333, d, dtype=dtype)
+    for d, dtype, is_causal, key_heads in (
+        (64, torch.bfloat16, True, 3),
+        (128, torch.bfloat16, True, 3),
+        (80, torch.float16, False, 1),
+    ):
+        q, k = torch.zeros(2, 3, 100, d, dtype=dtype), torch.zeros(2, key_heads, 333, d, dtype=dtype)
         x = dict(q_=q, k_=k, v_=k, o_=q, do_=q, dq_=q, dk_=k, dv_=k)
         more = dict(L=torch.zeros(2, 3, 100), COUNTER=torch.zeros(1, dtype=torch.int32))
         more |= dict(STARTS=flash_triton.new_vectors(q), DQ=flash_triton.new_sums(q))

@@ -2,7 +2,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.kernels.attention.contract import as_4d, attention_flops, check_qkv, visible_pairs
+from cs336_systems.kernels.attention.contract import (
+    as_4d,
+    attention_flops,
+    check_qkv,
+    group_size,
+    repeat_heads,
+    visible_pairs,
+)
 
 LENGTHS = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 7), (7, 3), (3, 7)]
 
@@ -73,3 +80,29 @@ def test_operations_equal_pytorchs_count() -> None:
 
 def test_causal_operations_are_the_share_of_the_visible_pairs() -> None:
     assert attention_flops((2, 3, 4, 8), 4, is_causal=True) == 2 * 2 * 8 * 6 * (1 + 2 + 3 + 4)
+
+
+@pytest.mark.parametrize("heads, group", [((6, 6), 1), ((6, 3), 2), ((6, 2), 3), ((6, 1), 6), ((0, 0), 1)])
+def test_key_heads_may_divide_query_heads(heads: tuple[int, int], group: int) -> None:
+    q, k = (torch.arange(2 * n * 4).view(2, n, 4, 1).float() for n in heads)
+    check_qkv(q, k, k, False)
+    check_qkv(q[0], k[0], k[0], False)
+    assert group_size(q, k) == group
+    repeated, _ = repeat_heads(q, k, k)
+    assert repeated.shape == q.shape
+    for head in range(heads[0]):
+        assert torch.equal(repeated[:, head], k[:, head // group])
+
+
+def test_other_numbers_of_heads_are_named() -> None:
+    q = torch.ones(2, 8, 4, 8)
+    with pytest.raises(ValueError, match=r"^k has 3 heads: they must divide q's, which has 8$"):
+        check_qkv(q, q[:, :3], q[:, :3], False)
+    with pytest.raises(ValueError, match=r"^k has 0 heads: they must divide q's, which has 8$"):
+        check_qkv(q, q[:, :0], q[:, :0], False)
+    with pytest.raises(ValueError, match=r"^v has 4 heads: it must have as many as k, which has 2$"):
+        check_qkv(q, q[:, :2], q[:, :4], False)
+    with pytest.raises(ValueError, match=r"^k has 2 heads: mine needs as many as q has, which are 8$"):
+        check_qkv(q, q[:, :2], q[:, :2], False, equal_heads="mine")
+    with pytest.raises(ValueError, match=r"^k has shape \(1, 8, 4, 8\): its leading dimensions must be those of q"):
+        check_qkv(q, q[:1], q[:1], False)

@@ -37,6 +37,7 @@ class TestFlashCuda(FlashKernelTests):
     device = DEVICE
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     cases = CASES + LARGE_CASES + MORE_CASES
+    equal_heads = True
     random_examples = 100
 
 
@@ -146,6 +147,8 @@ def test_unsupported_inputs_are_named() -> None:
     with pytest.raises(ValueError, match=r"^q has head size 257: it must be 1 to 256$"):
         module._check_supported(*on_cpu(d=257), False)
     q, k, v = on_cpu()
+    with pytest.raises(ValueError, match=r"^k has 1 heads: flash_cuda needs as many as q has, which are 2$"):
+        module._check_supported(q.expand(1, 2, 4, 8), k, v, False)
     with pytest.raises(ValueError, match=r"^k has 2147483648 positions: flash_cuda serves up to 2147483392$"):
         module._check_supported(q, *(x[:, :, :1].expand(1, 1, 2**31, 8) for x in (k, v)), False)
 

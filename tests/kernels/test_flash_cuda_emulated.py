@@ -47,7 +47,7 @@ def test_head_sizes(dtype: torch.dtype, d: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.key_heads is None], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_all_cases(dtype: torch.dtype, case: Case) -> None:
     check(case, dtype)

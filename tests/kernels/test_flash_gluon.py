@@ -149,3 +149,34 @@ def test_keys_whose_scores_are_minus_infinity_weigh_nothing() -> None:
     expected, expected_logsumexp = flash_triton.flash_forward(q, k[..., :120, :], v[..., :120, :], False)
     torch.testing.assert_close(o, expected)
     torch.testing.assert_close(logsumexp, expected_logsumexp)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(200, 150, 64, leading=(2, 2), key_heads=1, is_causal=True),  # the last keys are seen by no query
+        Case(65, 300, 128, leading=(1, 6), key_heads=2, is_causal=True, layout="heads_inside"),
+        Case(300, 130, 80, leading=(3,), key_heads=1),
+        Case(130, 65, 128, leading=(4,), key_heads=2, is_causal=True, needs="kv"),
+    ],
+    ids=str,
+)
+def test_groups_equal_the_truth(case: Case, launched: list[str]) -> None:
+    check_case(flash_triton.flash_triton, case, torch.bfloat16, "cpu")
+    assert launched == (ALL if case.needs == "qkv" else ["forward_kernel", "dq_kernel", "dkv_kernel"])
+
+
+BETWEEN_HEADS = {
+    "zeros over the dS before the last one": "                wait_empty(empty, start + 1)\n",
+    "dS over the last one of the head before": "                wait_ready(ds_ready, start + passes)\n",
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fault", BETWEEN_HEADS)
+def test_the_interpreter_finds_missing_waits_between_heads(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_interpreter, "PATIENCE", 0.5)
+    monkeypatch.setattr(gluon_interpreter, "LAG", 0.02)
+    launch_in_gluon(monkeypatch, (BETWEEN_HEADS[fault], "                pass\n"))
+    with pytest.raises(AssertionError):
+        check_case(flash_triton.flash_triton, Case(130, 130, 128, leading=(4,), key_heads=1), torch.bfloat16, "cpu")

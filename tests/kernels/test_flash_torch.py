@@ -187,3 +187,20 @@ def test_without_a_compiler_it_runs_eagerly_after_one_warning(
     (record,) = [record for record in caplog.records if record.name == flash_torch.__name__]
     assert "attention runs without torch.compile on cpu" in record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_keys_are_not_copied_for_the_heads_that_share_them(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 2**10})
+    (q, dO), (k, v) = (torch.randn(2, 8, 64, 8) for _ in range(2)), (torch.randn(2, 1, 1024, 8) for _ in range(2))
+    with LargestTensor() as largest:
+        o, logsumexp = flash_torch._forward(q, k, v, is_causal)
+        flash_torch._backward(dO, Saved(q, k, v, o, logsumexp, is_causal), True, True)
+    assert largest.numel <= k.numel()
+
+
+def test_the_backward_pass_in_one_function_serves_groups_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_torch, "_WORTH_COMPILING", {"cpu": 1})
+    case = Case(40, 33, 24, leading=(2, 6), key_heads=2, is_causal=True)
+    check_backward(case, torch.bfloat16, flash_torch.compiled_backward)
+    assert not flash_torch._no_compiler_for

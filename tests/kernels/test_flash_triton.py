@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cs336_systems.kernels.attention.function import Saved, new_gradients
+from cs336_systems.kernels.attention.reference import naive
 from tests.kernels.attention_cases import (
     CASES,
     LARGE_CASES,
@@ -399,3 +400,39 @@ def test_the_first_call_takes_ten_seconds_with_an_empty_cache_and_one_with_a_ful
     for limit in (10.0, 1.0):
         ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
         assert float(ran.stdout) < limit
+
+
+@on_cpu_only
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way", ["pointers", "descriptors"], indirect=True)
+@pytest.mark.parametrize(
+    "case",
+    [Case(65, 130, 16, leading=(1, 3), key_heads=1, is_causal=True), Case(130, 33, 16, leading=(2, 4), key_heads=2)],
+    ids=str,
+)
+def test_every_way_serves_groups_interpreted(case: Case) -> None:
+    check_case(flash_triton.flash_triton, case, torch.float32, "cpu")
+
+
+@on_cpu_only
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way", ["one launch"], indirect=True)
+def test_calls_that_differ_in_their_groups_alone_do_not_share_a_launch() -> None:
+    q, k, v, dO = (x.detach() for x in Case(20, 20, 16, leading=(1, 4)).inputs(torch.float32, "cpu"))
+    for heads in (4, 2, 1):
+        inputs = [x.clone().requires_grad_() for x in (q, k[:, :heads], v[:, :heads])]
+        found = gradients(flash_triton.flash_triton(*inputs, True), inputs, dO)
+        expected = gradients(naive(*inputs, True), inputs, dO)
+        for name, x in found.items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-4)
+    assert len(flash_triton._LAUNCHES) == 6
+
+
+def test_heads_whose_keys_share_the_cache_are_counted_by_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_triton, "INTERPRET", False)
+    device = SimpleNamespace(L2_cache_size=2 * 4 * 2 * 64 * 16 * 4)  # a half has four heads of keys and values
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
+    q, k = torch.zeros(1, 6, 64, 16), torch.zeros(1, 2, 64, 16)
+    assert flash_triton._heads_together(k, k, 2) == 4
+    assert flash_triton._heads_together(q, k, 2) == 12
+    assert flash_triton._heads_together(k, q, 2) == 1

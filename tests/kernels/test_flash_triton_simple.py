@@ -15,6 +15,7 @@ class TestFlashTritonSimpleInterpreted(FlashKernelTests):
     function = simple.FlashAttentionTritonSimple
     cases = QUICK_CASES
     max_head_size = 128
+    equal_heads = True
     random_examples = 3
 
 
@@ -26,6 +27,7 @@ class TestFlashTritonSimple(FlashKernelTests):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     cases = CASES + LARGE_CASES
     max_head_size = 128
+    equal_heads = True
     random_examples = 30
 
 
@@ -42,3 +44,9 @@ def test_names_itself_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     q = torch.zeros(4, 16)
     with pytest.raises(ValueError, match=r"^q is on cpu: flash_triton_simple needs a CUDA device.*TRITON_INTERPRET=1"):
         simple.flash_triton_simple(q, q, q)
+
+
+def test_refuses_grouped_heads_by_name() -> None:
+    q = torch.zeros(8, 4, 16)
+    with pytest.raises(ValueError, match=r"^k has 2 heads: flash_triton_simple needs as many as q has, which are 8$"):
+        simple.flash_triton_simple(q, q[:2], q[:2])

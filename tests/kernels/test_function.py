@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.kernels.attention.contract import attention_flops, check_qkv
+from cs336_systems.kernels.attention.flash_torch import flash_torch
 from cs336_systems.kernels.attention.function import Saved, flash_function, new_gradients, new_outputs
 
 calls: list[tuple[Any, ...]] = []
@@ -112,8 +113,8 @@ def test_wrong_inputs_are_refused_in_every_way() -> None:
     for wrong in (None, [1.0], v.detach().numpy()):
         with pytest.raises(ValueError, match=r"^v is a \w+: it must be a tensor"):
             Toy.call(q, k, wrong, True)
-    with FakeTensorMode(), pytest.raises(ValueError, match=r"^k has shape"):
-        Toy.call(*inputs()[:1], *inputs(shape=(1, 4, 8))[1:], True)
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"^k has 3 heads"):
+        Toy.call(*inputs()[:1], *inputs(shape=(3, 4, 8))[1:], True)
     # PyTorch 2.11 wraps the error that an operator raises while it is traced; 2.13 passes it on.
     wrapped = torch._dynamo.exc.TorchRuntimeError
     with pytest.raises((ValueError, wrapped), match="v has 2 positions: it must have as many as k"):
@@ -158,3 +159,26 @@ def test_outputs_have_the_memory_layout_of_their_inputs(dtype: torch.dtype, wide
 def test_outputs_of_five_dimensions_can_be_written_through_four() -> None:
     q = torch.ones(3, 2, 4, 5, 8).transpose(0, 1)
     assert all(x.is_contiguous() for x in (*new_outputs(q), *new_gradients(q, q, q, True, True)))
+
+
+def test_groups_are_counted_and_faked_by_the_heads_of_q() -> None:
+    q, k, v = (torch.randn(2, heads, n, 8, requires_grad=True) for heads, n in ((6, 5), (2, 7), (2, 7)))
+    for mode in (FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode:
+            o = flash_torch(q, k, v, True)
+            gradients = torch.autograd.grad(o.sum(), (q, k, v))
+        assert [x.shape for x in (o, *gradients)] == [q.shape, q.shape, k.shape, v.shape]
+        if isinstance(mode, FlopCounterMode):
+            assert mode.get_total_flops() == attention_flops(q.shape, 7, True, products=2 + 5)
+
+
+def test_groups_compile_for_all_lengths() -> None:
+    compiled = torch.compile(flash_torch, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (5, 9):
+        q, k, v = (torch.randn(2, heads, n, 8, requires_grad=True) for heads in (6, 2, 2))
+        for x, expected in zip(
+            torch.autograd.grad(compiled(q, k, v, True).sum(), (q, k, v)),
+            torch.autograd.grad(flash_torch(q, k, v, True).sum(), (q, k, v)),
+            strict=True,
+        ):
+            torch.testing.assert_close(x, expected)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cs336_basics.model import without_autocast
-from cs336_systems.kernels.attention.contract import FLOATING_DTYPES, check_qkv
+from cs336_systems.kernels.attention.contract import FLOATING_DTYPES, check_qkv, repeat_heads
 from tests.kernels.attention_cases import QUICK_CASES, KernelTests
 
 
@@ -23,6 +23,7 @@ def einsum(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     if not k.shape[-2]:
         return torch.zeros_like(q)
+    k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
         return torch.einsum("...qk,...kd->...qd", probabilities(q, k, is_causal), v.float()).to(q.dtype)
 
@@ -47,7 +48,7 @@ class KeepsProbabilities(torch.autograd.Function):
 
 def own_function(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """An autograd.Function of one's own."""
-    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
+    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES, equal_heads="own_function")
     with without_autocast(q.device.type):
         return KeepsProbabilities.apply(q, k, v, is_causal)
 
@@ -55,6 +56,7 @@ def own_function(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Te
 def online(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """PyTorch's operations key tile by key tile: without keys nothing but the initial zeros is left."""
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
+    k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
         wide_q, o, place = q.float() / math.sqrt(q.shape[-1]), torch.zeros(q.shape), torch.arange(q.shape[-2])[:, None]
         maximum, denominator = torch.full((*q.shape[:-1], 1), -math.inf), torch.zeros(*q.shape[:-1], 1)
@@ -80,6 +82,7 @@ class TestEinsum(OwnKernelTests):
 
 class TestOwnFunction(OwnKernelTests):
     name = f"{__name__}:own_function"
+    equal_heads = True
 
 
 class TestOnline(OwnKernelTests):

@@ -94,6 +94,7 @@ class TestFlexOnGpu(OnGpu):
         Case(200, 200, 64, is_causal=True),
         Case(33, 70, 32, leading=(2, 3), is_causal=True),
         Case(70, 33, 32, leading=(2, 1, 3), is_causal=True, layout="heads_inside"),
+        Case(33, 70, 32, leading=(2, 6), key_heads=2, is_causal=True),
         Case(16, 0, is_causal=True),
     )
 
@@ -127,7 +128,7 @@ def test_a_kernel_pytorch_does_not_have_is_a_value_error(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(peers, "scaled_dot_product_attention", no_kernel)
     q = torch.ones(2, 3, 4, 8)
-    with pytest.raises(ValueError, match=r"^q of shape \(2, 3, 4, 8\), torch.float32, on cpu, with 4 keys"):
+    with pytest.raises(ValueError, match=r"^q of shape \(2, 3, 4, 8\) and k of shape \(2, 3, 4, 8\), torch.float32"):
         peers.sdpa_flash(q, q, q)
 
 
@@ -164,3 +165,11 @@ def test_flex_keeps_few_block_masks_that_training_can_use_after_inference() -> N
     assert not mask.kv_indices.is_inference()
     assert peers._causal_block_mask(200, 300, torch.device("cpu")) is mask
     assert peers._cached_causal_block_mask.cache_info().maxsize is not None
+
+
+@pytest.mark.slow
+def test_flex_serves_groups() -> None:
+    case = Case(40, 17, 16, leading=(2, 4), key_heads=2, needs="")
+    q, k, v, dO = case.inputs(torch.float32, "cpu")
+    truth = compute_truth(q, k, v, dO, False)
+    check_close("o", peers._flex(q, k, v, False), truth.results["o"], plain_attention(q, k, v, False), truth)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cs336_basics.model import scaled_dot_product_attention
 from cs336_systems.kernels.attention import reference
+from cs336_systems.kernels.attention.contract import repeat_heads
 from cs336_systems.kernels.attention.reference import attention_with_logsumexp, naive, vectorized_torch
 from tests.kernels.attention_cases import QUICK_CASES, Case, KernelTests, check_case
 
@@ -148,3 +150,34 @@ def test_the_criterion_sees_it_in_low_precision_too(wrong: str, dtype: torch.dty
     attention, case = WRONG[wrong]
     with pytest.raises(AssertionError):
         check_case(attention, case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 2, 3, 6])
+def test_truth_of_grouped_heads_is_the_models(key_heads: int, is_causal: bool) -> None:
+    q, k, v = (torch.randn(2, heads, n, 5).double() for heads, n in ((6, 7), (key_heads, 9), (key_heads, 9)))
+    o, logsumexp = attention_with_logsumexp(q, k, v, is_causal)
+    torch.testing.assert_close(o, scaled_dot_product_attention(q, k, v, is_causal), rtol=1e-13, atol=1e-13)
+    for head in range(6):
+        j = head * key_heads // 6
+        expected = attention_with_logsumexp(q[:, head], k[:, j], v[:, j], is_causal)
+        torch.testing.assert_close((o[:, head], logsumexp[:, head]), expected, rtol=1e-13, atol=1e-13)
+
+
+def with_heads_in_turn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Query head i is served by key head i % H_kv, not i // G."""
+    return naive(q, *(x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k, v)), is_causal)
+
+
+def with_one_head_of_the_group_in_dk(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    k, v = repeat_heads(q, k, v)
+    first = torch.arange(k.shape[1])[:, None, None] % 2 == 0
+    return naive(q, torch.where(first, k, k.detach()), v, is_causal)
+
+
+@pytest.mark.parametrize("attention", [with_heads_in_turn, with_one_head_of_the_group_in_dk])
+def test_the_criterion_sees_groups_that_are_wrong(attention: Callable[..., Tensor]) -> None:
+    case = Case(33, 40, leading=(1, 4), key_heads=2)
+    check_case(naive, case, torch.float32, "cpu")
+    with pytest.raises(AssertionError):
+        check_case(attention, case, torch.float32, "cpu")

@@ -1,4 +1,4 @@
-"""Shared by all attention kernels: the checks of arguments, the (B, H, N, D) view, the count of operations.
+"""Shared by all attention kernels: the checks of arguments, grouped heads, the (B, H, N, D) view, the operations.
 
 Shapes: B batch, H heads, N_q queries, N_k keys, D head size. See `docs/design.md`, Contracts, Attention.
 """
@@ -20,11 +20,13 @@ def check_qkv(
     *,
     dtypes: Sequence[torch.dtype] | None = None,
     max_head_size: int | None = None,
+    equal_heads: str | None = None,
 ) -> None:
     """Raise a ValueError with the argument that breaks the contract, its value and the accepted values.
 
     q must be (..., N_q, D), k and v (..., N_k, D), all of one dtype, on one device, with the same leading dimensions.
-    `dtypes` and `max_head_size` are a kernel's own limits.
+    The last of these, the heads, may be fewer in k and v if their number divides that of q. `dtypes`, `max_head_size`
+    and `equal_heads`, the name of a kernel that needs as many heads in all three, are a kernel's own limits.
     """
     check_is_causal(is_causal)
     check_tensors(q, k, v)
@@ -35,15 +37,17 @@ def check_qkv(
             raise ValueError(f"{name} is {tensor.dtype}: it must be of q's dtype, which is {q.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device}: it must be on q's device, which is {q.device}")
-        if tensor.shape[:-2] != q.shape[:-2]:
+        if tensor.ndim != q.ndim or tensor.shape[:-3] != q.shape[:-3]:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}: its leading dimensions must be those of q, "
-                f"which are {tuple(q.shape[:-2])}"
+                f"which are {tuple(q.shape[:-2])}, or have fewer heads, the last of them"
             )
         if tensor.shape[-1] != q.shape[-1]:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}: its head size must be that of q, which is {q.shape[-1]}"
             )
+    if q.ndim > 2:
+        _check_heads(q.shape[-3], k.shape[-3], v.shape[-3], equal_heads)
     if v.shape[-2] != k.shape[-2]:
         raise ValueError(f"v has {v.shape[-2]} positions: it must have as many as k, which has {k.shape[-2]}")
     if dtypes is not None and q.dtype not in dtypes:
@@ -52,6 +56,15 @@ def check_qkv(
     if not 1 <= q.shape[-1] <= largest:
         accepted = "at least 1" if max_head_size is None else f"1 to {max_head_size}"
         raise ValueError(f"q has head size {q.shape[-1]}: it must be {accepted}")
+
+
+def _check_heads(of_q: int, of_k: int, of_v: int, equal_heads: str | None) -> None:
+    if of_k != of_q and (not 1 <= of_k <= of_q or of_q % of_k):
+        raise ValueError(f"k has {of_k} heads: they must divide q's, which has {of_q}")
+    if of_v != of_k:
+        raise ValueError(f"v has {of_v} heads: it must have as many as k, which has {of_k}")
+    if equal_heads is not None and of_k != of_q:
+        raise ValueError(f"k has {of_k} heads: {equal_heads} needs as many as q has, which are {of_q}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -68,6 +81,18 @@ def check_is_causal(is_causal: bool) -> None:
     """Raise a ValueError if it is not a bool: a string or a mask would count as true."""
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal is {' '.join(repr(is_causal).split()):.60}: it must be True or False")
+
+
+def group_size(q: Tensor, k: Tensor) -> int:
+    """G: each head of k serves so many neighbouring heads of q. 1 for tensors without heads."""
+    return q.shape[-3] // k.shape[-3] if q.ndim > 2 and k.shape[-3] else 1
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with as many heads as q: a copy of each head for each head of q that it serves."""
+    if (group := group_size(q, k)) == 1:
+        return k, v
+    return k.repeat_interleave(group, dim=-3), v.repeat_interleave(group, dim=-3)
 
 
 def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:

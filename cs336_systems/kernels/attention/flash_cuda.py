@@ -49,7 +49,7 @@ def flash_cuda(
 
     Scores, softmax and accumulators are float32; probabilities are rounded to q's type before they multiply v. float32
     products follow `torch.get_float32_matmul_precision()`: at "highest" each is three TF32 products, as exact as
-    float32. The result and its gradients have the same bits every time.
+    float32. The result and its gradients have the same bits every time. k has as many heads as q.
 
     Raises ValueError for arguments it does not accept and RuntimeError if the kernels cannot be compiled.
     """
@@ -89,7 +89,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 
 
 def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
-    check_qkv(q, k, v, is_causal, dtypes=tuple(_ELEMENTS), max_head_size=_HEAD_SIZES[-1])
+    dtypes, max_head_size = tuple(_ELEMENTS), _HEAD_SIZES[-1]
+    check_qkv(q, k, v, is_causal, dtypes=dtypes, max_head_size=max_head_size, equal_heads="flash_cuda")
     for name, x in (("q", q), ("k", k)):
         if x.shape[-2] > _MAX_LENGTH:
             raise ValueError(f"{name} has {x.shape[-2]} positions: flash_cuda serves up to {_MAX_LENGTH}")

@@ -60,6 +60,7 @@ from .flash_gluon_common import (
     load_tile,
     next_tile,
     place,
+    query_head,
     store_tile,
     take_tile,
     viewed_as,
@@ -134,9 +135,9 @@ def finish_kernel(dq_, DQ, dq_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl
 
 
 @gluon.jit
-def _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
-    """b, h, bh and the first key of a tile, the first tile of queries that sees it, and the number of all of these."""
-    block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H, GROUP)
+def _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
+    """b, h, bh and the first key of a tile of keys, the first tile of queries that sees it, and the number of these."""
+    block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H // G, GROUP)
     n0 = block * BLOCK
     count = gl.cdiv(N_q, QUERIES)
     first = 0
@@ -146,7 +147,7 @@ def _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES: gl.constexpr, CAUSAL: gl.co
 
 
 @gluon.jit
-def _producer(work, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
     """Load the keys and values, then the tiles of queries in the order in which the warpgroups read them."""
     descs, buffers, bars, COUNTER, _, H, N_q, N_k, TILES, GROUP = work
     q_, k_, v_, do_, _, _, STARTS, _ = descs
@@ -154,25 +155,27 @@ def _producer(work, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
     tile_ready, kv_ready, kv_empty, ready, empty, _ = bars
     QUERIES: gl.constexpr = q_buffers.shape[1]
     N_PAD = gl.cdiv(N_q, BLOCK) * BLOCK
-    num_heads = TILES // gl.cdiv(N_k, BLOCK)
+    num_heads = TILES // gl.cdiv(N_k, BLOCK) * G
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES, CAUSAL)
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES, G, CAUSAL)
         mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)
         mbarrier.expect(kv_ready.index(0), 2 * k_.block_type.nbytes)
         load_tile(k_, b, h, n0, k, kv_ready.index(0))
         load_tile(v_, b, h, n0, v, kv_ready.index(0))
-        for t in range(first, count):
-            step = start + t - first
-            stage, row = step % STAGES, t * QUERIES
-            wait_empty(empty, step)
-            bar = ready.index(stage)
-            mbarrier.expect(bar, 2 * (q_.block_type.nbytes + STARTS.block_type.nbytes))
-            load_tile(q_, b, h, row, q_buffers.index(stage), bar)
-            copy_in(STARTS, [bh * N_PAD + row], bar, s_starts.index(stage))
-            load_tile(do_, b, h, row, do_buffers.index(stage), bar)
-            copy_in(STARTS, [(num_heads + bh) * N_PAD + row], bar, dp_starts.index(stage))
-        start += count - first
+        for g in range(G):
+            q_h, q_bh = query_head(h, g, G), query_head(bh, g, G)
+            for t in range(first, count):
+                step = start + t - first
+                stage, row = step % STAGES, t * QUERIES
+                wait_empty(empty, step)
+                bar = ready.index(stage)
+                mbarrier.expect(bar, 2 * (q_.block_type.nbytes + STARTS.block_type.nbytes))
+                load_tile(q_, b, q_h, row, q_buffers.index(stage), bar)
+                copy_in(STARTS, [q_bh * N_PAD + row], bar, s_starts.index(stage))
+                load_tile(do_, b, q_h, row, do_buffers.index(stage), bar)
+                copy_in(STARTS, [(num_heads + q_bh) * N_PAD + row], bar, dp_starts.index(stage))
+            start += count - first
         tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
 
@@ -232,7 +235,7 @@ def _add_to_dq(DQ, block, buffer):
 
 @gluon.jit
 def _loop_in_halves(
-    k, v, dk, dv, work, group: gl.constexpr, i, start, first, lo, hi, first_key, dq_block,
+    k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, dq_block,
     LEFT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 128 queries from lo to hi, where D_PAD is 64: the first 64 queries, then the others.
@@ -261,13 +264,13 @@ def _loop_in_halves(
         dp = warpgroup_mma_wait(0, [dp])
         ds = (p * dp).to(q.dtype)
         wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
-        ds_buffer = ds_buffers.index((step + i + 1) % STAGES).slice(group * _ROWS, _ROWS)
+        ds_buffer = ds_buffers.index((step + passes + 1) % STAGES).slice(group * _ROWS, _ROWS)
         ds_buffer.slice(0, 64, 1).store(ds)
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do1, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q1, dk, is_async=True)
         s = _start_tile(k, q2, s_start.slice(64, 64))
         dp = _start_tile(v, do2, dp_start.slice(64, 64))
-        dq = _start_dq(all_k, ds_buffers, ds_ready, step + i, group)
+        dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group)
         s, dv, dk = warpgroup_mma_wait(2, [s, dv, dk])
         p = _probabilities(s, first_key, t * 128 + 64, sc, N_k, CAUSAL, MASKED)
         dp = warpgroup_mma_wait(1, [dp])
@@ -276,7 +279,7 @@ def _loop_in_halves(
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do2, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q2, dk, is_async=True)
         fence_async_shared()
-        mbarrier.arrive(ds_ready.index((step + i + 1) % STAGES))
+        mbarrier.arrive(ds_ready.index((step + passes + 1) % STAGES))
         dq = warpgroup_mma_wait(2, [dq])
         _store_dq(dq, dq_buffers.index(group))
         dv, dk = warpgroup_mma_wait(0, [dv, dk])
@@ -286,7 +289,7 @@ def _loop_in_halves(
 
 @gluon.jit
 def _loop(
-    k, v, dk, dv, work, group: gl.constexpr, i, start, first, lo, hi, first_key, dq_block,
+    k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, dq_block,
     LEFT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 64 queries from lo to hi, where D_PAD is 128."""
@@ -307,10 +310,10 @@ def _loop(
         dp = warpgroup_mma_wait(1, [dp])
         ds = (p * dp).to(q.dtype)
         wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
-        ds_buffers.index((step + i + 1) % STAGES).slice(group * _ROWS, _ROWS).store(ds)
+        ds_buffers.index((step + passes + 1) % STAGES).slice(group * _ROWS, _ROWS).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_ready.index((step + i + 1) % STAGES))
-        dq = _start_dq(all_k, ds_buffers, ds_ready, step + i, group)
+        mbarrier.arrive(ds_ready.index((step + passes + 1) % STAGES))
+        dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, [dq, dv])
         if t > first:
@@ -322,7 +325,7 @@ def _loop(
 
 
 @gluon.jit
-def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
     """One warpgroup: dk and dv of its keys, and its blocks of DQ. Keys beyond N_k give rows that are not stored."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
@@ -330,44 +333,50 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
     descs, buffers, bars, _, scale, H, N_q, N_k, TILES, GROUP = work
     dk_, dv_, DQ = descs[4], descs[5], descs[7]
     all_k, all_v, q_buffers, _, _, _, ds_buffers, dq_buffers, tiles = buffers
-    tile_ready, kv_ready, kv_empty, _, _, ds_ready = bars
+    tile_ready, kv_ready, kv_empty, _, empty, ds_ready = bars
     QUERIES: gl.constexpr = q_buffers.shape[1]
     buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES, CAUSAL)
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES, G, CAUSAL)
         first_key = n0 + group * _ROWS
-        dq_block = bh * gl.cdiv(N_q, BLOCK) * (D_PAD // 32) + group
         mbarrier.wait(kv_ready.index(0), i & 1)
-        # The first tile of queries has no tile before it: the loop multiplies these zeros instead.
-        zeros = gl.zeros([_ROWS, QUERIES], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16]))
-        ds_buffers.index((start + i) % STAGES).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
-        fence_async_shared()
-        mbarrier.arrive(ds_ready.index((start + i) % STAGES))
-        k, v = all_k.slice(group * _ROWS, _ROWS), all_v.slice(group * _ROWS, _ROWS)
-        if D_PAD == 64:  # with k in registers a product reads a third less from shared memory; 128 columns do not fit
-            k = k.load(LEFT)
         dk = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
         dv = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
-        masked = first  # the first tile of queries that needs no mask
-        if CAUSAL:
-            masked = gl.minimum(first + BLOCK // QUERIES, count)
-        if n0 + BLOCK > N_k:
-            masked = count
-        dk, dv = LOOP(
-            k, v, dk, dv, work, group, i, start, first, first, masked, first_key, dq_block, LEFT, CAUSAL, True
-        )
-        dk, dv = LOOP(
-            k, v, dk, dv, work, group, i, start, first, masked, count, first_key, dq_block, LEFT, CAUSAL, False
-        )
-        start += count - first
-        if count > first:
-            if D_PAD == 64 and count > first + 1:
-                _add_to_dq(DQ, dq_block + (count - 2) * _GROUPS, dq_buffers.index(group))
-            dq = _start_dq(all_k, ds_buffers, ds_ready, start + i, group)
-            dq = warpgroup_mma_wait(0, [dq])
-            _store_dq(dq, dq_buffers.index(group))
-            _add_to_dq(DQ, dq_block + (count - 1) * _GROUPS, dq_buffers.index(group))
+        for g in range(G):
+            passes = i * G + g
+            dq_block = query_head(bh, g, G) * gl.cdiv(N_q, BLOCK) * (D_PAD // 32) + group
+            if g > 0:  # both groups have read the dS before the last one; for the first head kv_ready has waited for it
+                wait_empty(empty, start + 1)
+            # The first tile of queries has no tile before it: the loop multiplies these zeros instead.
+            zeros = gl.zeros([_ROWS, QUERIES], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16]))
+            ds_buffers.index((start + passes) % STAGES).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
+            fence_async_shared()
+            mbarrier.arrive(ds_ready.index((start + passes) % STAGES))
+            if g > 0:  # both groups have read the last dS
+                wait_ready(ds_ready, start + passes)
+            k, v = all_k.slice(group * _ROWS, _ROWS), all_v.slice(group * _ROWS, _ROWS)
+            if D_PAD == 64:  # from registers, a product reads a third less from shared memory; 128 columns do not fit
+                k = k.load(LEFT)
+            masked = first  # the first tile of queries that needs no mask
+            if CAUSAL:
+                masked = gl.minimum(first + BLOCK // QUERIES, count)
+            if n0 + BLOCK > N_k:
+                masked = count
+            dk, dv = LOOP(
+                k, v, dk, dv, work, group, passes, start, first, first, masked, first_key, dq_block, LEFT, CAUSAL, True
+            )
+            dk, dv = LOOP(
+                k, v, dk, dv, work, group, passes, start, first, masked, count, first_key, dq_block, LEFT, CAUSAL, False
+            )
+            start += count - first
+            if count > first:
+                if D_PAD == 64 and count > first + 1:
+                    _add_to_dq(DQ, dq_block + (count - 2) * _GROUPS, dq_buffers.index(group))
+                dq = _start_dq(all_k, ds_buffers, ds_ready, start + passes, group)
+                dq = warpgroup_mma_wait(0, [dq])
+                _store_dq(dq, dq_buffers.index(group))
+                _add_to_dq(DQ, dq_block + (count - 1) * _GROUPS, dq_buffers.index(group))
         mbarrier.arrive(kv_empty.index(0))
         tma.store_wait(0)
         store_tile(dk_, b, h, first_key, dk * scale, buffer)
@@ -381,7 +390,7 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
 @gluon.jit(do_not_specialize=LENGTHS)
 def gradients_kernel(
     q_, k_, v_, do_, dk_, dv_, STARTS, DQ, COUNTER, scale, H, N_q, N_k, TILES, GROUP,
-    D_PAD: gl.constexpr, CAUSAL: gl.constexpr,
+    D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of this program's tiles of keys, and their part of DQ."""
     dtype: gl.constexpr = q_.dtype
@@ -408,9 +417,9 @@ def gradients_kernel(
     work = (descs, buffers, bars, COUNTER, scale, H, N_q, N_k, TILES, GROUP)
     gl.warp_specialize(
         [
-            (_consumer, (work, 0, D_PAD, CAUSAL)),
-            (_consumer, (work, 1, D_PAD, CAUSAL)),
-            (_producer, (work, D_PAD, CAUSAL)),
+            (_consumer, (work, 0, D_PAD, G, CAUSAL)),
+            (_consumer, (work, 1, D_PAD, G, CAUSAL)),
+            (_producer, (work, D_PAD, G, CAUSAL)),
         ],
         [4, 1],
         REGISTERS,

@@ -86,6 +86,18 @@ def place(tile, tiles, num_blocks, H, GROUP):
 
 
 @gluon.jit
+def key_head(head, G: gl.constexpr):
+    """The key head of a query head: for h as for bh."""
+    return head // G
+
+
+@gluon.jit
+def query_head(head_of_keys, g, G: gl.constexpr):
+    """The g-th of the G query heads of a key head: for h as for bh."""
+    return head_of_keys * G + g
+
+
+@gluon.jit
 def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
     """COUNT barriers. Each completes after so many arrivals, when all bytes that it expects have come."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())

@@ -37,6 +37,7 @@ from .flash_gluon_common import (
     ROWS,
     STAGES,
     barriers,
+    key_head,
     load_tile,
     next_tile,
     place,
@@ -76,7 +77,7 @@ def _load_next(desc, b, h, row, buffers, ready, empty, step):
 
 
 @gluon.jit
-def _producer(work, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
     """Load the tiles in the order in which the warpgroups read them: the last keys come first."""
     descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, TILES, GROUP = work
     q_, k_, v_, _ = descs
@@ -90,13 +91,14 @@ def _producer(work, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
             bar = q_ready.index(group)
             mbarrier.expect(bar, q_.block_type.nbytes)
             load_tile(q_, b, h, m0 + group * _ROWS, q_buffers.index(group), bar)
-        _load_next(k_, b, h, (count - 1) * _BN, k_buffers, k_ready, k_empty, start)
+        kv_head = key_head(h, G)
+        _load_next(k_, b, kv_head, (count - 1) * _BN, k_buffers, k_ready, k_empty, start)
         for j in range(count - 1, 0, -1):
             step = start + count - 1 - j
-            _load_next(k_, b, h, (j - 1) * _BN, k_buffers, k_ready, k_empty, step + 1)
-            _load_next(v_, b, h, j * _BN, v_buffers, v_ready, v_empty, step)
+            _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, k_empty, step + 1)
+            _load_next(v_, b, kv_head, j * _BN, v_buffers, v_ready, v_empty, step)
         start += count
-        _load_next(v_, b, h, 0, v_buffers, v_ready, v_empty, start - 1)
+        _load_next(v_, b, kv_head, 0, v_buffers, v_ready, v_empty, start - 1)
         tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
 
@@ -208,7 +210,8 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q_, k_, v_, o_, L, COUNTER, scale, H, N_q, N_k, TILES, GROUP, D_PAD: gl.constexpr, CAUSAL: gl.constexpr
+    q_, k_, v_, o_, L, COUNTER, scale, H, N_q, N_k, TILES, GROUP,
+    D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """o and L of this program's tiles of queries."""
     dtype: gl.constexpr = q_.dtype
@@ -232,7 +235,7 @@ def forward_kernel(
         [
             (_consumer, (work, 0, D_PAD, CAUSAL)),
             (_consumer, (work, 1, D_PAD, CAUSAL)),
-            (_producer, (work, D_PAD, CAUSAL)),
+            (_producer, (work, D_PAD, G, CAUSAL)),
         ],
         [4, 1],
         REGISTERS,

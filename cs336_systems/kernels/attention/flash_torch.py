@@ -1,8 +1,10 @@
 """FlashAttention-2 (Dao 2023) in plain PyTorch: the algorithm to read, and attention in O(N D) memory on any device.
 
 Legend
-    B              all leading dimensions flattened into one
+    B              all leading dimensions of k flattened into one
     N_q, N_k, D    queries, keys, head size
+    group          query heads of a key head. Their queries are the rows of one matrix, of (B, rows, D): row
+                   i group + g is query i of the g-th head
     S              the scores, Q K^T / sqrt(D)
     L              the logsumexp of each query's scores
     P              the softmax, exp(S - L)
@@ -19,12 +21,12 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from cs336_basics.model import without_autocast
 
-from .contract import FLOATING_DTYPES, check_qkv
+from .contract import FLOATING_DTYPES, check_qkv, group_size
 from .function import Saved, flash_function, new_gradients, new_outputs
 from .reference import hidden_pairs
 
@@ -54,33 +56,37 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
     """Algorithm 1 on float32 copies; the results have the dtypes and layouts that the operator promises."""
     _check(q, k, v, is_causal)
     o, logsumexp = new_outputs(q)
+    group = group_size(q, k)
     with without_autocast(q.device.type):
-        wide_o, wide_logsumexp = _forward_tiles(_as_wide_3d(q), _as_wide_3d(k), _as_wide_3d(v), is_causal)
-        return o.copy_(wide_o.view(q.shape)), logsumexp.copy_(wide_logsumexp.view(q.shape[:-1]))
+        wide_o, wide_logsumexp = _forward_tiles(_as_rows(q, group), _as_wide_3d(k), _as_wide_3d(v), is_causal, group)
+        _copy_rows(o, wide_o, group)
+        _copy_rows(logsumexp[..., None], wide_logsumexp[..., None], group)
+        return o, logsumexp
 
 
 def _forward_tiles(
-    q: Float[Tensor, "B N_q D"], k: Float[Tensor, "B N_k D"], v: Float[Tensor, "B N_k D"], is_causal: bool
-) -> tuple[Float[Tensor, "B N_q D"], Float[Tensor, "B N_q"]]:
+    q: Float[Tensor, "B rows D"], k: Float[Tensor, "B N_k D"], v: Float[Tensor, "B N_k D"], is_causal: bool, group: int
+) -> tuple[Float[Tensor, "B rows D"], Float[Tensor, "B rows"]]:
     """Compute the softmax of a row tile by tile, with a running maximum and a running denominator.
 
     When the maximum grows, the denominator and the output so far are multiplied by exp(old maximum - new maximum).
     """
-    (batch, n_q, _), n_k = q.shape, k.shape[1]
-    size = tile_size(batch, q.device.type)
-    o, logsumexp = torch.zeros_like(q), q.new_full((batch, n_q), -math.inf)
+    (batch, rows, _), n_k = q.shape, k.shape[1]
+    size = tile_size(batch * group, q.device.type)
+    o, logsumexp = torch.zeros_like(q), q.new_full((batch, rows), -math.inf)
     if n_k == 0:  # no keys: the output is 0, the logsumexp log(0)
         return o, logsumexp
     q = q / math.sqrt(q.shape[-1])
-    for i in range(0, n_q, size):
-        q_i = q[:, i : i + size]
+    for i in range(0, rows // group, size):
+        tile = slice(i * group, (i + size) * group)
+        q_i = q[:, tile]
         o_i = torch.zeros_like(q_i)
         maximum = q.new_full((batch, q_i.shape[1], 1), -math.inf)
         denominator = torch.zeros_like(maximum)
         for j in range(0, min(n_k, i + size) if is_causal else n_k, size):  # tiles above the diagonal are skipped
             scores = q_i @ k[:, j : j + size].mT
             if is_causal and i == j:  # below the diagonal nothing is hidden
-                scores.masked_fill_(hidden_pairs(q_i.shape[1], scores.shape[2], q.device), -math.inf)
+                scores.masked_fill_(_hidden_on_diagonal(scores, group), -math.inf)
             new_maximum = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
             shift = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)  # -inf - -inf is NaN
             p = scores.sub_(shift).exp_()
@@ -88,8 +94,8 @@ def _forward_tiles(
             denominator = denominator * rescale + p.sum(dim=-1, keepdim=True)
             o_i = torch.baddbmm(o_i.mul_(rescale), p, v[:, j : j + size])
             maximum = new_maximum
-        o[:, i : i + size] = o_i / denominator
-        logsumexp[:, i : i + size] = (maximum + denominator.log()).squeeze(-1)
+        o[:, tile] = o_i / denominator
+        logsumexp[:, tile] = (maximum + denominator.log()).squeeze(-1)
     return o, logsumexp
 
 
@@ -114,25 +120,27 @@ def _gradients_by_tiles(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Recompute every tile of S and P and add its part to dQ, dK and dV, whether they are needed or not."""
     q, k, v, o, logsumexp, is_causal = saved
+    group = group_size(q, k)
     with torch.no_grad(), without_autocast(q.device.type):
-        wide_q, wide_k, wide_v, wide_dO = (_as_wide_3d(x) for x in (q, k, v, dO))
+        wide_q, wide_dO, wide_o = (_as_rows(x, group) for x in (q, dO, o))
+        wide_k, wide_v = _as_wide_3d(k), _as_wide_3d(v)
         wide_q = wide_q / math.sqrt(q.shape[-1])
-        logsumexp = logsumexp.reshape(wide_q.shape[:2])
-        delta = (wide_dO * _as_wide_3d(o)).sum(dim=-1)
+        logsumexp = _as_rows(logsumexp[..., None], group).squeeze(-1)
+        delta = (wide_dO * wide_o).sum(dim=-1)
         dQ, dK, dV = (torch.zeros_like(x) for x in (wide_q, wide_k, wide_v))
         for j in range(0, k.shape[-2], size):
             keys = slice(j, j + size)
             k_j, v_j, dK_j, dV_j = (x[:, keys] for x in (wide_k, wide_v, dK, dV))
             for i in range(j if is_causal else 0, q.shape[-2], size):  # causal: from the diagonal on
-                rows = slice(i, i + size)
+                rows = slice(i * group, (i + size) * group)
                 per_query = (x[:, rows] for x in (wide_dO, wide_q, logsumexp, delta))
-                dQ_tile, dK_tile, dV_tile = _tile_gradients(k_j, v_j, *per_query, is_causal and i == j)
+                dQ_tile, dK_tile, dV_tile = _tile_gradients(k_j, v_j, *per_query, group, is_causal and i == j)
                 dQ[:, rows].add_(dQ_tile)
                 dK_j.add_(dK_tile)
                 dV_j.add_(dV_tile)
         dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
         if need_dq:
-            dq.copy_(dQ.view(q.shape))
+            _copy_rows(dq, dQ, group)
         if need_dkv:
             dk.copy_(dK.view(k.shape))
             dv.copy_(dV.view(v.shape))
@@ -146,6 +154,7 @@ def _gradients(
     q: Float[Tensor, "B rows D"],
     logsumexp: Float[Tensor, "B rows"],
     delta: Float[Tensor, "B rows"],
+    group: int,
     on_diagonal: bool,
 ) -> tuple[Float[Tensor, "B rows D"], Float[Tensor, "B keys D"], Float[Tensor, "B keys D"]]:
     """Equations 13 to 19 for one tile. On the causal diagonal, its first query and first key have the same index.
@@ -154,7 +163,7 @@ def _gradients(
     """
     p = (q @ k.mT - logsumexp[..., None]).exp()
     if on_diagonal:
-        p = p.masked_fill(hidden_pairs(p.shape[1], p.shape[2], q.device), 0.0)
+        p = p.masked_fill(_hidden_on_diagonal(p, group), 0.0)
     dV = p.mT @ dO
     dS = p * (dO @ v.mT - delta[..., None])
     return dS @ k / math.sqrt(q.shape[-1]), dS.mT @ q, dV
@@ -182,6 +191,29 @@ def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Ten
         reason = str(error).strip().splitlines()[0]
         logger.warning("the backward pass of attention runs without torch.compile on %s: %s", device_type, reason)
         return _gradients(k, v, dO, *others)
+
+
+def _hidden_on_diagonal(scores: Float[Tensor, "B rows keys"], group: int) -> Bool[Tensor, "rows keys"]:
+    """The mask of a tile whose first query and first key have the same index."""
+    hidden = hidden_pairs(scores.shape[1] // group, scores.shape[2], scores.device)
+    return hidden.repeat_interleave(group, dim=0)
+
+
+def _as_rows(x: Float[Tensor, "... N D"], group: int) -> Float[Tensor, "B rows D"]:
+    return _as_wide_3d(_heads_in_rows(x, group).flatten(-3, -2))
+
+
+def _copy_rows(x: Float[Tensor, "... N D"], rows: Float[Tensor, "B rows D"], group: int) -> None:
+    """Copy into x what `_as_rows` would give for it."""
+    x = _heads_in_rows(x, group)
+    x.copy_(rows.view(x.shape))
+
+
+def _heads_in_rows(x: Float[Tensor, "... N D"], group: int) -> Float[Tensor, "... N G D"]:
+    """A view of x with the heads of a group inside of the positions."""
+    if x.ndim == 2:
+        return x[:, None]
+    return x.unflatten(-3, (x.shape[-3] // group, group)).transpose(-3, -2)
 
 
 def _as_wide_3d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B N D"]:

@@ -10,8 +10,8 @@ tiles of `flash_triton_tiles.py`, and launches them. On Hopper, long sequences o
 to 128 go to the kernels of `flash_gluon_kernels.py` and `flash_gluon_backward_kernels.py`. These overlap the
 exponentials with the matrix products, and their backward pass is the single loop.
 
-Not supported: dropout, masks other than causal, fewer key heads than query heads. Infinite keys give NaN gradients
-where the length is not a multiple of a tile.
+Not supported: dropout, masks other than causal. Infinite keys give NaN gradients where the length is not a multiple of
+a tile.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from ..launch import INTERPRET, Launch, can_use_tma, check_device, has_tma
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
 from . import flash_gluon_kernels as gluon_forward
-from .contract import as_4d, check_qkv
+from .contract import as_4d, check_qkv, group_size
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
 from .flash_triton_tiles import (
@@ -268,19 +268,21 @@ def triton_launch(phase: str, tensors: Tensors, is_causal: bool, tile: Tile, tma
     """
     q, k = tensors["q_"], tensors["k_"]
     query_tiles, key_tiles = triton.cdiv(q.shape[2], tile.BM), triton.cdiv(k.shape[2], tile.BN)
-    kernel, tiles, looped_over = {
-        "forward": (forward_kernel, query_tiles, k),
-        "dq": (dq_kernel, _padded_length(q) // tile.BM, k),
-        "dkv": (dkv_kernel, key_tiles, q),
-        "backward": (backward_kernel, query_tiles + key_tiles, q),
+    q_heads, k_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
+    kernel, programs, together = {
+        "forward": (forward_kernel, query_tiles * q_heads, _heads_together(q, k, 2)),
+        "dq": (dq_kernel, _padded_length(q) // tile.BM * q_heads, _heads_together(q, k, 2)),
+        "dkv": (dkv_kernel, key_tiles * k_heads, _heads_together(k, q, 2)),
+        "backward": (backward_kernel, query_tiles * q_heads + key_tiles * k_heads, 1),
     }[phase]
     constants = dict(
         {f"{name}strides": tensor.stride() for name, tensor in tensors.items()},
-        **_scalars(q, k, _heads_together(looped_over, 2)),
+        **_scalars(q, k, together),
         BM=tile.BM,
         BN=tile.BN,
         D=q.shape[3],
         D_PAD=padded_head_size(q.shape[3]),
+        G=group_size(q, k),
         CAUSAL=is_causal,
         MOVE=_move(tensors, tile, tma),
         PRECISION=_precision(q),
@@ -288,7 +290,7 @@ def triton_launch(phase: str, tensors: Tensors, is_causal: bool, tile: Tile, tma
         NEED_DQ=need_dq,
     )
     blocks = _blocks(q, tile.BM, tile.BN, [1, tile.BM] if phase == "dkv" else None) if tma else {}
-    return Launch(kernel, tiles * q.shape[0] * q.shape[1], constants, blocks, tile.num_warps, tile.num_stages)
+    return Launch(kernel, programs, constants, blocks, tile.num_warps, tile.num_stages)
 
 
 def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
@@ -316,11 +318,12 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
         queries = gluon_backward.queries_of_a_tile(d_pad)
         blocks = _blocks(q, queries, rows) | {name: [1, 1, program, d_pad] for name in ("k_", "v_")}
         blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
-    tiles = triton.cdiv(tiled.shape[2], program) * q.shape[0] * q.shape[1]
+    tiles = triton.cdiv(tiled.shape[2], program) * tiled.shape[0] * tiled.shape[1]
+    scalars = _scalars(q, k, max(4, _heads_together(tiled, looped_over, 8)))
     return Launch(
         kernel,
         min(tiles, _num_multiprocessors(q)),
-        dict(D_PAD=d_pad, CAUSAL=is_causal, TILES=tiles, **_scalars(q, k, max(4, _heads_together(looped_over, 8)))),
+        dict(D_PAD=d_pad, G=group_size(q, k), CAUSAL=is_causal, TILES=tiles, **scalars),
         blocks,
         gluon.NUM_WARPS,
         num_stages=1,  # the kernels manage their own stages
@@ -341,16 +344,17 @@ def _scalars(q: Tensor, k: Tensor, group: int) -> dict[str, float]:
     return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=q.shape[2], N_k=k.shape[2], GROUP=group)
 
 
-def _heads_together(looped_over: Tensor, parts: int) -> int:
-    """How many heads' tensors of the inner loop fit in a part of the L2 cache; at least one.
+def _heads_together(tiled: Tensor, looped_over: Tensor, parts: int) -> int:
+    """How many heads of `tiled` have tensors of the inner loop that fit in a part of the L2 cache; at least one.
 
-    looped_over: one of the two tensors of the inner loop, (B, H, N, D). The parts of 2 for the Triton kernels and 8 for
-    the Gluon kernels were measured.
+    tiled: the tensor whose tiles the programs have. looped_over: one of the two tensors of the inner loop. Both are
+    (B, H, N, D). The parts of 2 for the Triton kernels and 8 for the Gluon kernels were measured.
     """
     if INTERPRET:
         return 2
     head_bytes = 2 * looped_over.shape[2] * looped_over.shape[3] * looped_over.element_size()
-    return max(1, torch.cuda.get_device_properties(looped_over.device).L2_cache_size // parts // head_bytes)
+    fitting = torch.cuda.get_device_properties(looped_over.device).L2_cache_size // parts // head_bytes
+    return max(1, fitting * tiled.shape[1] // looped_over.shape[1])
 
 
 def _num_multiprocessors(x: Tensor) -> int:

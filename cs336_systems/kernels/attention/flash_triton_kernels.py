@@ -1,7 +1,8 @@
 """The kernels of `flash_triton` (Dao 2023, FlashAttention-2, Algorithms 1 and 2).
 
 Legend
-    B, H           batch and heads; bh = b * H + h; a tensor is indexed as [b, h, row, column]
+    B, H           batch and heads of queries; bh = b * H + h; a tensor is indexed as [b, h, row, column]
+    G              query heads that share a key head; keys have H // G heads
     N_q, N_k, D    queries, keys, head size; D_PAD is D rounded up to a power of two, at least 16
     BM, BN         queries and keys per tile; m0, n0 are the first query and the first key of a tile
     q, k, v, o     (B, H, N, D) tensors with any strides; do, dq, dk, dv are their gradients. q_ is the tensor, q a tile
@@ -128,6 +129,18 @@ def _program(num_blocks, GROUP):
 
 
 @triton.jit
+def _key_head(head, G: tl.constexpr):
+    """The key head of a query head: for h as for bh."""
+    return head // G
+
+
+@triton.jit
+def _query_head(key_head, g, G: tl.constexpr):
+    """The g-th of the G query heads of a key head: for h as for bh."""
+    return key_head * G + g
+
+
+@triton.jit
 def _key_ranges(m0, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
     """For the queries from m0: all of them see the keys below `full`, and none sees a key from `end` on."""
     if CAUSAL:
@@ -168,7 +181,7 @@ def _forward_keys(
 @triton.jit(do_not_specialize=_LENGTHS)
 def forward_kernel(
     q_, k_, v_, o_, L, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, GROUP,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: o and L."""
@@ -181,13 +194,14 @@ def forward_kernel(
     acc = tl.zeros([BM, D_PAD], tl.float32)
     total = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
+    key_head = _key_head(h, G)
     full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
     acc, total, m = _forward_keys(
-        acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
+        acc, total, m, q, k_, v_, k_strides, v_strides, b, key_head, m0, 0, full, sc, N_k,
         BM, BN, D, D_PAD, CAUSAL, False, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     acc, total, m = _forward_keys(
-        acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
+        acc, total, m, q, k_, v_, k_strides, v_strides, b, key_head, m0, full, end, sc, N_k,
         BM, BN, D, D_PAD, CAUSAL, True, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     rows = m0 + tl.arange(0, BM)
@@ -235,20 +249,21 @@ def _row_statistics(
 @triton.jit
 def _dq_tile(
     q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """dq of the queries from m0."""
     sc = scale * _LOG2_E
     q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
     dq = tl.zeros([BM, D_PAD], tl.float32)
+    key_head = _key_head(h, G)
     full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
     dq = _dq_keys(
-        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
+        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, key_head, m0, 0, full, sc, N_k,
         BM, BN, D, D_PAD, CAUSAL, False, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
+        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, key_head, m0, full, end, sc, N_k,
         BM, BN, D, D_PAD, CAUSAL, True, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     _store(dq_, dq_strides, (dq * scale).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, MOVE)
@@ -258,7 +273,7 @@ def _dq_tile(
 def dq_kernel(
     q_, k_, v_, o_, do_, dq_, L, VECTORS, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
     scale, H, N_q, N_k, GROUP,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     NEED_DQ: tl.constexpr,
 ):  # fmt: skip
@@ -275,7 +290,7 @@ def dq_kernel(
     if NEED_DQ and m0 < N_q:
         _dq_tile(
             q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
-            BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, TOGETHER,
+            BM, BN, D, D_PAD, G, CAUSAL, MOVE, PRECISION, TOGETHER,
         )  # fmt: skip
 
 
@@ -322,10 +337,13 @@ def _dkv_tile(
     q_, k_, v_, o_, do_, dk_, dv_, L, VECTORS,
     q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
     b, h, bh, num_heads, n0, scale, N_q, N_k,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the keys from n0. Keys beyond N_k give rows that are not stored, so they need no mask."""
+    """dk and dv of the keys from n0; h and bh are of a key head, and num_heads counts query heads.
+
+    Keys beyond N_k give rows that are not stored, so they need no mask.
+    """
     sc = scale * _LOG2_E
     k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, True)
     v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, True)
@@ -336,14 +354,17 @@ def _dkv_tile(
         end = tl.cdiv(N_q, BM) * BM
         first = tl.minimum(n0 // BM * BM, end)
         lo = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, end)
+    for g in tl.range(0, G, disable_licm=True):  # addresses made before the loop would not fit the registers
+        query_h, query_bh = _query_head(h, g, G), _query_head(bh, g, G)
+        if CAUSAL:
+            dk, dv = _dkv_queries(
+                dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, query_h, query_bh,
+                num_heads, n0, first, lo, sc, N_q, BM, BN, D, D_PAD, True, MOVE, PRECISION, ALONE,
+            )  # fmt: skip
         dk, dv = _dkv_queries(
-            dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0,
-            first, lo, sc, N_q, BM, BN, D, D_PAD, True, MOVE, PRECISION, ALONE,
+            dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, query_h, query_bh,
+            num_heads, n0, lo, N_q, sc, N_q, BM, BN, D, D_PAD, False, MOVE, PRECISION, ALONE,
         )  # fmt: skip
-    dk, dv = _dkv_queries(
-        dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0,
-        lo, N_q, sc, N_q, BM, BN, D, D_PAD, False, MOVE, PRECISION, ALONE,
-    )  # fmt: skip
     _store(dk_, dk_strides, (dk * scale).to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, MOVE)
     _store(dv_, dv_strides, dv.to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, MOVE)
 
@@ -352,17 +373,18 @@ def _dkv_tile(
 def dkv_kernel(
     q_, k_, v_, do_, dk_, dv_, VECTORS, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
     scale, H, N_q, N_k, GROUP,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv, with the VECTORS that `dq_kernel` has left."""
     num_blocks = tl.cdiv(N_k, BN)
     block, bh = _program(num_blocks, GROUP)
+    key_heads = H // G
     _dkv_tile(
         q_, k_, v_, do_, do_, dk_, dv_, VECTORS, VECTORS,  # o and L are not used
         q_strides, k_strides, v_strides, do_strides, do_strides, dk_strides, dv_strides,
-        bh // H, bh % H, bh, tl.num_programs(0) // num_blocks, block * BN, scale, N_q, N_k,
-        BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, False,
+        bh // key_heads, bh % key_heads, bh, tl.num_programs(0) // num_blocks * G, block * BN, scale, N_q, N_k,
+        BM, BN, D, D_PAD, G, CAUSAL, MOVE, PRECISION, False,
     )  # fmt: skip
 
 
@@ -371,24 +393,29 @@ def backward_kernel(
     q_, k_, v_, o_, do_, dq_, dk_, dv_, L,
     q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides,
     scale, H, N_q, N_k, GROUP,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv in one launch, for work shorter than a launch. The loops over queries compute delta themselves."""
     num_key_blocks, num_query_blocks = tl.cdiv(N_k, BN), tl.cdiv(N_q, BM)
-    num_heads = tl.num_programs(0) // (num_key_blocks + num_query_blocks)
-    block, bh = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
-    b, h = bh // H, bh % H
+    num_blocks = num_key_blocks + num_query_blocks * G  # of a key head and its query heads
+    num_key_heads = tl.num_programs(0) // num_blocks
+    block, bh = tl.program_id(0) // num_key_heads, tl.program_id(0) % num_key_heads
+    key_heads = H // G
+    b, h = bh // key_heads, bh % key_heads
     if block < num_key_blocks:
         _dkv_tile(
             q_, k_, v_, o_, do_, dk_, dv_, L, L,
             q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
-            b, h, bh, num_heads, block * BN, scale, N_q, N_k, BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, True,
+            b, h, bh, num_key_heads * G, block * BN, scale, N_q, N_k,
+            BM, BN, D, D_PAD, G, CAUSAL, MOVE, PRECISION, True,
         )  # fmt: skip
     else:
-        m0 = (num_key_blocks + num_query_blocks - 1 - block) * BM
+        left = num_blocks - 1 - block
+        h, bh = _query_head(h, left % G, G), _query_head(bh, left % G, G)
+        m0 = left // G * BM
         do, lse2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
         _dq_tile(
             q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
-            BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, False,
+            BM, BN, D, D_PAD, G, CAUSAL, MOVE, PRECISION, False,
         )  # fmt: skip

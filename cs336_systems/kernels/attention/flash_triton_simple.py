@@ -151,13 +151,14 @@ def flash_triton_simple(
     """softmax(q k^T / sqrt(D)) v in float32, bfloat16 or float16, for D up to 128, any lengths and strides.
 
     Runs where `flash_triton` runs. float32 products follow `torch.get_float32_matmul_precision()`. The same inputs
-    give the same bits. Raises ValueError naming the argument that it does not accept.
+    give the same bits. k has as many heads as q. Raises ValueError naming the argument that it does not accept.
     """
     return FlashAttentionTritonSimple.call(q, k, v, is_causal)
 
 
 def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
-    check_qkv(q, k, v, is_causal, dtypes=(torch.float32, torch.bfloat16, torch.float16), max_head_size=128)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    check_qkv(q, k, v, is_causal, dtypes=dtypes, max_head_size=128, equal_heads="flash_triton_simple")
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cs336_basics.model import without_autocast
 
-from .contract import FLOATING_DTYPES, as_4d, check_qkv
+from .contract import FLOATING_DTYPES, as_4d, check_qkv, group_size
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 # FlexAttention is compiled for up to so many shapes. PyTorch's default limit is 8.
@@ -102,7 +102,7 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Ten
     if can_be_unaligned:
         q4, k4, v4 = _aligned(q4), _aligned(k4), _aligned(v4)
     with without_autocast(q.device.type):
-        o = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal)
+        o = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, enable_gqa=group_size(q, k) > 1)
     if can_be_unaligned and o.requires_grad:
         o.register_hook(_aligned)
     return o.reshape(q.shape)
@@ -127,8 +127,10 @@ def _forced(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, is_
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
-        given = f"q of shape {tuple(q.shape)}, {q.dtype}, on {q.device}, with {k.shape[-2]} keys, is_causal={is_causal}"
-        raise ValueError(f"{given}: PyTorch has no kernel for {name} that serves this") from error
+        given = f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}, {q.dtype}, on {q.device}"
+        raise ValueError(
+            f"{given}, is_causal={is_causal}: PyTorch has no kernel for {name} that serves this"
+        ) from error
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -141,7 +143,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention(q, k, v, block_mask=block_mask)
+    return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=group_size(q, k) > 1)
 
 
 def _run_compiled_flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:

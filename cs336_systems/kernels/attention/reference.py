@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cs336_basics.model import scaled_dot_product_attention, without_autocast
 
-from .contract import FLOATING_DTYPES, check_qkv
+from .contract import FLOATING_DTYPES, check_qkv, group_size, repeat_heads
 
 
 def naive(
@@ -43,6 +43,7 @@ def attention_with_logsumexp(
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
         scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])
         if is_causal:
@@ -61,16 +62,19 @@ def vectorized_torch(
     """Attention as a good PyTorch user writes it: batched products in the inputs' dtype, a softmax in float32.
 
     In low precision the products run on tensor cores and accumulate in float32. Unlike `naive`, it rounds the scores
-    when it stores them; in float16, scores beyond 65,504 overflow. The causal mask is cached between calls.
+    when it stores them; in float16, scores beyond 65,504 overflow. The causal mask is cached between calls. The heads
+    that share a key head are multiplied with it together, as the rows of one matrix.
     Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     with without_autocast(q.device.type):
-        scores = (q * (1 / math.sqrt(q.shape[-1]))) @ k.mT
+        rows = (*k.shape[:-2], group_size(q, k) * q.shape[-2])
+        scores = (q * (1 / math.sqrt(q.shape[-1]))).reshape(*rows, q.shape[-1]) @ k.mT
+        scores = scores.reshape(*q.shape[:-1], k.shape[-2])
         if is_causal:
             scores = scores.masked_fill(_kept_hidden_pairs(q.shape[-2], k.shape[-2], q.device), -math.inf)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
-        return weights.to(q.dtype) @ v
+        return (weights.to(q.dtype).reshape(*rows, k.shape[-2]) @ v).reshape(q.shape)
 
 
 def hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Bool[Tensor, "queries keys"]:
