@@ -47,10 +47,10 @@ class ModelShape:
         return (self.num_kv_heads, self.head_dim, self.qk_norm, self.tie_embeddings) == (None, None, False, False)
 
     def facts(self) -> dict[str, Any]:
-        """The fields that tell this architecture from others: the sizes, rope_theta, and options that are used."""
+        """The fields that tell this architecture from others, in JSON's types: sizes, rope_theta, options in use."""
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
         return {
-            name: value
+            name: list(value) if isinstance(value, tuple) else value
             for name, (value, default) in values.items()
             if default is MISSING or name == "rope_theta" or value != default
         }

@@ -1,6 +1,7 @@
 """Tiny runs, an independent reader of checkpoints, damage to them, faults in the file system and real processes."""
 
 import builtins
+import dataclasses
 import hashlib
 import io
 import json
@@ -89,10 +90,7 @@ def tiny_trainer(
 ) -> Iterator[Trainer]:  # fmt: skip
     """A Trainer on a freshly drawn tiny model, without any folder."""
     torch.manual_seed(config.train.seed)
-    shape = config.model.shape
-    model = TransformerLM(
-        shape.vocab_size, shape.context_length, shape.d_model, shape.num_layers, shape.num_heads, shape.d_ff
-    ).to(device)
+    model = TransformerLM(**dataclasses.asdict(config.model.shape)).to(device)
     trainer = Trainer(config, model, random_tokens() if tokens is None else tokens, torch.device(device))
     try:
         yield trainer
