@@ -14,7 +14,7 @@ _TEXTS_AND_TOKENS = ("train_text", "valid_text", "train_tokens", "valid_tokens")
 def _default_folder(source: str, train_text: str | None) -> str:
     """data/SOURCE, and for the user's text data/text/NAME after its path, because each text has files of its own."""
     text = Path(str(train_text or ""))
-    names = (name for name in (*text.parts[:-1], text.stem) if name not in ("", "/", ".."))
+    names = (name.replace("*", "all") for name in (*text.parts[:-1], text.stem) if name not in ("", "/", ".."))
     return "/".join(("data", str(source), *names))
 
 
@@ -48,9 +48,12 @@ class DataConfig:
     data_dir: str | None = None
     """Folder for text, tokenizer and token files (default: data/SOURCE, for your own text data/text/NAME)."""
     train_text: str | None = None
-    """Text file to train on, for source text. Not needed if you provide both token files."""
+    """Text to train on, for source text: a file, a folder or a pattern such as 'books/*.txt'. Files may be text, .jsonl
+    or .parquet, compressed as .gz or .zst too. Not needed if you provide both token files."""
     valid_text: str | None = None
-    """Text file to validate on, for source text (default: the last valid_fraction of train_text)."""
+    """Text to validate on, for source text (default: the last valid_fraction of train_text)."""
+    text_field: str = "text"
+    """Field of .jsonl and .parquet records that has the text."""
     valid_fraction: float = 0.1
     """Fraction of train_text held out for validation if there is no valid_text."""
     tokenizer: str | None = None

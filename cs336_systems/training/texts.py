@@ -14,7 +14,9 @@ from cs336_basics import stories
 from cs336_basics.files import replaced, sha256_of_file
 from cs336_basics.tokenizer import END_OF_TEXT, read_utf8
 
+from ..config.data import DataConfig
 from ..config.run import RunConfig
+from .documents import find_files, is_plain, write_documents
 from .stages import one_at_a_time, run_stage
 
 logger = logging.getLogger(__name__)
@@ -77,12 +79,23 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
 
         run_stage(data, "text", text_path, inputs, write_stories)
     else:
-        text_path = Path(str(data.train_text))
+        text_path = _gathered(data, str(data.train_text), "data.train_text", folder / "train.txt")
     whole = _whole_text(text_path, "data.train_text" if data.source == "text" else "text file")
     if data.valid_text is not None:
-        return whole, _whole_text(Path(data.valid_text), "data.valid_text")
+        return whole, _whole_text(_gathered(data, data.valid_text, "data.valid_text", folder / "valid.txt"),
+                                  "data.valid_text")  # fmt: skip
     cut = find_split(text_path, data.valid_fraction)
     return replace(whole, end=cut), replace(whole, start=cut)
+
+
+def _gathered(data: DataConfig, name: str, field: str, output: Path) -> Path:
+    """The path of a text: the file itself, or one made of several files or of records."""
+    if is_plain(name):
+        return Path(name)
+    files = find_files(name, field)
+    inputs = {"files": [[str(file), sha256_of_file(file)] for file in files], "text_field": data.text_field}
+    run_stage(data, "text", output, inputs, functools.partial(write_documents, files, data.text_field, output))
+    return output
 
 
 def _whole_text(path: Path, name: str) -> TextSpan:
