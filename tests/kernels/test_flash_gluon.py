@@ -114,7 +114,7 @@ FAULTS = {
     "dS overwritten before both groups have read it": ("        wait_empty(empty, step + 1)  #", "        #"),
     "keys overwritten by the next tile's": ("        mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)\n", ""),
     "queries not waited for": ("        wait_ready(ready, step)\n", ""),
-    "queries overwritten too early": ("            wait_empty(empty, step)\n            bar", "            bar"),
+    "queries overwritten too early": ("wait_empty(empty, step)\n                bar", "bar"),
     "a stage never released": ("        mbarrier.arrive(empty.index(stage))\n", ""),
     "scores used before they are there": ("s = warpgroup_mma_wait(1, [s])", "s = warpgroup_mma_wait(2, [s])"),
 }
