@@ -102,7 +102,7 @@ def _both(*cases: Case) -> tuple[Case, ...]:
 GROUPED_CASES = (
     Case(33, 70, leading=(1, 4), key_heads=2, is_causal=True),
     Case(70, 33, leading=(6,), key_heads=2, layout="heads_inside"),
-    Case(65, 65, leading=(2, 3), key_heads=1, is_causal=True, expanded_dO=True),
+    Case(65, 65, 64, leading=(2, 3), key_heads=1, is_causal=True, expanded_dO=True),
     Case(17, 129, 40, leading=(2, 1, 2), key_heads=1, layout="rows_apart", needs="kv"),
     Case(33, 20, leading=(4,), key_heads=2, is_causal=True, layout="columns_apart", needs="q"),
     Case(0, 16, leading=(2,), key_heads=1),

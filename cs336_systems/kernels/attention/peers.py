@@ -127,10 +127,9 @@ def _forced(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, is_
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
-        given = f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}, {q.dtype}, on {q.device}"
-        raise ValueError(
-            f"{given}, is_causal={is_causal}: PyTorch has no kernel for {name} that serves this"
-        ) from error
+        shapes = f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}"
+        given = f"{shapes}, {q.dtype}, on {q.device}, is_causal={is_causal}"
+        raise ValueError(f"{given}: PyTorch has no kernel for {name} that serves this") from error
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
