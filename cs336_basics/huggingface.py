@@ -130,7 +130,9 @@ def check_export_folder(folder: str | os.PathLike[str]) -> None:
         found = None
     sizes: dict[str, Any] = dict.fromkeys(_SIZES, 1)
     fields = _config_of(ModelShape(**sizes), None, torch.float32).keys()
-    if Path(folder, "model.safetensors").exists() and not (isinstance(found, dict) and found.keys() == fields):
+    if Path(folder, "model.safetensors").exists() and not (
+        isinstance(found, dict) and found.keys() - {"rope_scaling"} == fields
+    ):
         raise ValueError(f"{folder} holds a model that is no earlier export of ours: give another folder")
 
 
@@ -150,7 +152,7 @@ def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype
         "rms_norm_eps": shape.norm_eps,
         # transformers 5 reads rope_parameters, 4 read rope_theta and rope_scaling.
         "rope_theta": shape.rope_theta,
-        "rope_scaling": rope if shape.rope_scaling is not None else None,
+        **({} if shape.rope_scaling is None else {"rope_scaling": rope}),
         "rope_parameters": rope,
         "attention_bias": False,
         "mlp_bias": False,
@@ -224,35 +226,35 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
     for name in ("model_type", *_SIZES.values()):
         if name not in config:
             raise ValueError(f"{path} has no {name}: it must be {kinds}")
-        if name == "model_type" and config[name] not in _DEFAULTS:
+        if name == "model_type" and config[name] not in [*_DEFAULTS]:
             raise ValueError(f"{path}: model_type is {config[name]!r}: it must be one of {', '.join(_DEFAULTS)}")
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(name) or {}, dict):
             raise ValueError(f"{path}: {name} is {config[name]!r}: it must be an object or null")
     config = {**_DEFAULTS[config["model_type"]], **config}
-    scaling = config.get("rope_scaling") or {}
-    rope = {**(config.get("rope_parameters") or {}), **scaling}
-    rope_type = scaling.get("type", rope.get("rope_type", "default"))
+    rope: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):  # the second, older one has the last word, as in transformers
+        rope |= config.get(name) or {}
+        if "type" in rope:
+            rope["rope_type"] = rope.pop("type")
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(f"{path}: rope_parameters has {nested[0]}: parameters for kinds of layers cannot be imported")
+    rope_type = rope.get("rope_type") or "default"
+    sizes = {ours: _number(path, config, theirs, kind=int) for ours, theirs in _SIZES.items()}
     for name, (accepted, found) in _fixed_settings(config, rope).items():
         if found != accepted:
             raise ValueError(f"{path}: {name} is {found!r}, and only {accepted!r} can be imported")
 
-    def number(source: dict[str, Any], name: str, default: Any = None, kind: type = float) -> Any:
-        value = source.get(name)
-        value = default if value is None else value
-        if not _is_positive(value) or (kind is int and not isinstance(value, int)):
-            accepted = "a positive integer" if kind is int else "a positive number"
-            raise ValueError(f"{path}: {name} is {value!r}: it must be {accepted}")
-        return kind(value)
-
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"{path}: rope type is {rope_type!r}, and only 'default' and 'llama3' can be imported")
-    sizes = {ours: number(config, theirs, kind=int) for ours, theirs in _SIZES.items()}
     heads = sizes["num_heads"]
-    kv_heads = number(config, "num_key_value_heads", heads, kind=int)
+    kv_heads = _number(path, config, "num_key_value_heads", heads, kind=int)
     if heads % kv_heads:
         raise ValueError(f"{path}: num_key_value_heads is {kv_heads}: it must divide num_attention_heads, {heads}")
-    head_dim = number(config, "head_dim", sizes["d_model"] // heads, kind=int)
+    head_dim = _number(path, config, "head_dim", sizes["d_model"] // heads, kind=int)
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise ValueError(f"{path}: tie_word_embeddings is {tied!r}: it must be true or false")
     if head_dim % 2:
         raise ValueError(f"{path}: head_dim is {head_dim}: it must be even")
     return ModelShape(
@@ -260,11 +262,19 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         qk_norm=config["model_type"] == "qwen3",
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=number(config, "rms_norm_eps", 1e-6),
-        rope_theta=number(rope, "rope_theta", config.get("rope_theta", 10000.0)),
-        rope_scaling=tuple(number(rope, name) for name in _SCALING) if rope_type == "llama3" else None,
+        tie_embeddings=tied,
+        norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
+        rope_theta=_number(path, rope, "rope_theta", config.get("rope_theta", 10000.0)),
+        rope_scaling=tuple(_number(path, rope, name) for name in _SCALING) if rope_type == "llama3" else None,
     )
+
+
+def _number(path: Path, source: dict[str, Any], name: str, default: Any = None, kind: type = float) -> Any:
+    value = default if source.get(name) is None else source[name]
+    if not _is_positive(value) or (kind is int and not isinstance(value, int)):
+        accepted = "a positive integer" if kind is int else "a positive number"
+        raise ValueError(f"{path}: {name} is {value!r}: it must be {accepted}")
+    return kind(value)
 
 
 def _is_positive(value: Any) -> bool:

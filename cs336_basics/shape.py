@@ -1,6 +1,6 @@
 """The architecture of a model as data. Imports no PyTorch, so that the command line starts quickly."""
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 
@@ -46,11 +46,11 @@ class ModelShape:
         """Whether the model has the handout's parameters: only sizes, rope and norm_eps may differ."""
         return (self.num_kv_heads, self.head_dim, self.qk_norm, self.tie_embeddings) == (None, None, False, False)
 
-    def facts(self) -> dict[str, Any]:
-        """The fields that tell this architecture from others, in JSON's types: sizes, rope_theta, options in use."""
-        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, (value, default) in values.items()
-            if default is MISSING or name == "rope_theta" or value != default
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, in JSON's types."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The fields that have a default, with it."""
+        return {f.name: f.default for f in fields(cls) if f.default is not MISSING}

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cs336_basics.files import write_json
@@ -43,6 +44,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=str, help="Run folder, checkpoint or Hugging Face folder.")
     parser.add_argument("--text", type=str, required=True,
                         help="UTF-8 file. <|endoftext|> separates its documents.")  # fmt: skip
+    parser.add_argument("--context_length", type=int, default=None,
+                        help="Tokens of a window (default: the model's context length, at most 2,048).")  # fmt: skip
     parser.add_argument("--stride", type=int, default=None,
                         help="Tokens between overlapping windows (default: half the context length).")  # fmt: skip
     parser.add_argument("--batch_size", type=int, default=4, help="Windows at once.")
@@ -56,10 +59,15 @@ def evaluate(arguments: Sequence[str]) -> int:
     from ..training.load import load_model
 
     require_at_least(options, "", 1, "batch_size")
+    if options.out is not None and not Path(options.out).resolve().parent.is_dir():
+        raise ValueError(f"out is {options.out}: its folder does not exist")
     device, loaded = use_device(options.device), load_model(options.run)
-    stride = options.stride if options.stride is not None else max(1, loaded.shape.context_length // 2)
+    length = min(loaded.shape.context_length, 2048) if options.context_length is None else options.context_length
+    stride = max(1, length // 2) if options.stride is None else options.stride
     documents = documents_of(read_utf8(options.text))
-    scores = score_documents(loaded.build(device), _tokenizer_of(loaded), documents, stride, options.batch_size)
+    how = dict(context_length=length, stride=stride)
+    model, tokenizer = loaded.build(device), _tokenizer_of(loaded)
+    scores = score_documents(model, tokenizer, documents, **how, batch_size=options.batch_size)
     total = sum(scores, Score())
     if not total.tokens:
         raise ValueError(f"text is {options.text}: it must have text besides <|endoftext|>")
@@ -67,10 +75,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     for name, value in result.items():
         print(f"{name.replace('_per_', ' a '):<15}{value:>16{',.4f' if isinstance(value, float) else ','}}")
     if options.out is not None:
-        how = {"model": str(loaded.checkpoint), "text": options.text}
-        how |= {"context_length": loaded.shape.context_length, "stride": stride}
         each = [{**dataclasses.asdict(score), **score.rates()} for score in scores]
-        write_json(options.out, {**how, **result, "by_document": each})
+        of = {"model": str(loaded.checkpoint), "text": options.text}
+        write_json(options.out, {**of, **how, **result, "by_document": each})
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from ..config.data import without_default_paths
-from ..config.model import SIZE_FIELDS
+from ..config.model import SIZE_FIELDS, ModelConfig
 from ..config.run import GROUPS, RunConfig, without_default_min_lr
 from ..machine.console import launched_rank, program, say
 from .arguments import field_names, help_lines, make_parser, parse, unknown_field
@@ -76,11 +76,12 @@ def _read_config_files(arguments: Sequence[str], parser: ArgumentParser) -> list
     files, others = _split_config_files(arguments)
     given = {word.partition("=")[0] for word in others}
     contents = {file: _read_config(file, parser) for file in files}
-    init_from = [content["init_from"] for content in contents.values() if isinstance(content.get("init_from"), str)]
-    init_from += [word.removeprefix("--init_from=") for word in others if word.startswith("--init_from=")]
-    init_from += [word for before, word in itertools.pairwise(others) if before == "--init_from"]
-    if init_from:
-        contents = {Path(init_from[-1]): _fields_of_model(Path(init_from[-1]))} | contents
+    if not any("model" in content for content in contents.values()):
+        given_from = [content["init_from"] for content in contents.values() if content.get("init_from")]
+        given_from += [word.removeprefix("--init_from=") for word in others if word.startswith("--init_from=")]
+        given_from += [word for before, word in itertools.pairwise(others) if before == "--init_from"]
+        if given_from and isinstance(given_from[-1], str):
+            contents = {Path(given_from[-1]): _fields_of_model(Path(given_from[-1]), parser)} | contents
     if "--model.size" in given:  # it replaces the sizes in the files
         for content in contents.values():
             content["model"] = {k: v for k, v in content.get("model", {}).items() if k not in SIZE_FIELDS}
@@ -90,20 +91,25 @@ def _read_config_files(arguments: Sequence[str], parser: ArgumentParser) -> list
     return [word for content in contents.values() for word in ("--config", json.dumps(content))] + others
 
 
-def _fields_of_model(folder: Path) -> dict[str, Any]:
-    """The architecture and the tokenizer of a run or a Hugging Face folder, as fields; {} for anything else."""
+def _fields_of_model(path: Path, parser: ArgumentParser) -> dict[str, Any]:
+    """The architecture and the tokenizer of a run, a checkpoint or a Hugging Face folder, as fields."""
     from cs336_basics.huggingface import is_hf_folder, read_shape
 
     from ..training.folder import CONFIG, TOKENIZER
+    from ..training.manifest import MANIFEST
 
+    if not path.exists():
+        raise FileNotFoundError(f"init_from {path} does not exist: it must be a run, a checkpoint or a model's folder")
+    folder = path.resolve().parent.parent if (path / MANIFEST).exists() else path
     if is_hf_folder(folder):
-        model = read_shape(folder).facts()
-    elif (folder / CONFIG).is_file():
-        model = json.loads((folder / CONFIG).read_bytes())["model"]
+        shape = read_shape(folder)
     else:
-        return {}
-    has_tokenizer = (folder / TOKENIZER).is_file()
-    return {"model": model, "data": {"tokenizer": str(folder / TOKENIZER)} if has_tokenizer else {}}
+        model: dict[str, Any] = _read_config(folder / CONFIG, parser).get("model", {})
+        if isinstance(scaling := model.get("rope_scaling"), list):
+            model["rope_scaling"] = tuple(scaling)
+        shape = ModelConfig(**model).shape
+    tokenizer = {"tokenizer": str(folder / TOKENIZER)} if (folder / TOKENIZER).is_file() else {}
+    return {"model": shape.to_dict(), "data": tokenizer}
 
 
 def _split_config_files(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:

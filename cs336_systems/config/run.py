@@ -62,7 +62,7 @@ class OptimizerConfig:
     """Learning rate after the warm-up. cosine: half a cosine down to min_lr. wsd: lr, then a linear decay to min_lr.
     constant: lr."""
     decay_steps: int | None = None
-    """Steps of the decay of wsd (default: a fifth of cosine_steps)."""
+    """Steps of the decay of wsd, before cosine_steps (default: a fifth of cosine_steps)."""
     warmup_steps: int | None = None
     """Steps of linear warm-up (default: a tenth of cosine_steps, at most 100)."""
     cosine_steps: int | None = None
@@ -110,7 +110,8 @@ class TrainConfig:
     """Dtype in which weights are kept and updated. bf16 needs precision bf16: all weights, gradients and optimizer
     state are bf16 then. It halves the memory, but loses updates smaller than 1/256 of a weight."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each block with torch.compile. auto: on a GPU, if the run is long enough to gain from it."""
+    """Compile each block with torch.compile. auto: on a GPU, if the run is long enough to gain from it, and with a
+    compile_memory_budget below 1."""
     compile_memory_budget: float = 1.0
     """With compile: fraction of each block's activations to keep for the backward pass. Below 1, PyTorch recomputes the
     cheapest ones (its activation_memory_budget); 0.75 recomputes the norms and the product in the gated layer."""
@@ -300,8 +301,8 @@ class RunConfig:
     """Continue from a checkpoint: its path, or auto for the newest in run_dir. auto skips incomplete checkpoints, and
     starts anew if there is none. Not saved in config.json."""
     init_from: str | None = None
-    """Run, checkpoint or Hugging Face folder to load the initial weights from (default: random weights). On the command
-    line, its architecture and tokenizer are the defaults of the model's fields and of data.tokenizer."""
+    """Run, checkpoint or Hugging Face folder to load the initial weights from (default: random weights). On a command
+    line without a configuration of the model, its architecture and tokenizer are the defaults."""
     skip_data: bool = False
     """Use the token files as they are. Do not make any."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -342,6 +343,11 @@ class RunConfig:
         elif optimizer.cosine_steps is not None:
             accepted = f"at least optimizer.warmup_steps, {optimizer.warmup_steps}"
             require_field(optimizer, "optimizer.cosine_steps", optimizer.warmup_steps <= end, accepted)
+        decay, most = optimizer.decay_steps, end - (self.optimizer.warmup_steps or 0)
+        accepted = "left out unless optimizer.schedule is 'wsd'"
+        require_field(optimizer, "optimizer.decay_steps", decay is None or optimizer.schedule == "wsd", accepted)
+        accepted = f"at most the number of steps after the warm-up, {most}"
+        require_field(optimizer, "optimizer.decay_steps", decay is None or decay <= most, accepted)
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError if this many processes cannot share a batch, or cannot run this configuration."""
@@ -368,7 +374,8 @@ class RunConfig:
         fields: dict[str, Any] = {f"optimizer.{name}": getattr(optimizer, name) for name in names}
         total_steps = fields["optimizer.cosine_steps"] = optimizer.cosine_steps or self.train.max_steps
         if optimizer.schedule == "wsd":
-            fields["optimizer.decay_steps"] = optimizer.decay_steps or -(-total_steps // 5)
+            most = max(1, total_steps - fields["optimizer.warmup_steps"])
+            fields["optimizer.decay_steps"] = optimizer.decay_steps or min(-(-total_steps // 5), most)
         return fields
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import logging
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ COMPILATION_PAYS_AFTER_S = 30.0
 USUAL_MFU = 0.3
 SLOW_GPU_FLOPS = 100e12
 """Peak of a GPU that is not known."""
+_HINT = ", which may wait for the GPU (--train.cuda_graph true records it all the same)"
 
 
 def resolve(config: RunConfig, device: torch.device) -> RunConfig:
@@ -32,7 +34,7 @@ def resolve(config: RunConfig, device: torch.device) -> RunConfig:
         reason = why_not_recorded(config)
         decided["cuda_graph"] = device.type == "cuda" and reason is None
         if device.type == "cuda" and reason is not None:
-            logger.info(f"the step is not recorded as a CUDA graph: {reason} (--train.cuda_graph true records it)")
+            logger.info(f"the step is not recorded as a CUDA graph: {reason}")
     return dataclasses.replace(config, train=dataclasses.replace(train, **decided))
 
 
@@ -43,12 +45,14 @@ def compilation_pays(config: RunConfig, device: torch.device) -> bool:
     train, shape = config.train, config.model.shape
     flops = train.max_steps * training_flops(shape, train.batch_size, shape.context_length) / comm.world_size()
     peak = device_peak_flops(device, train.precision) or SLOW_GPU_FLOPS
-    return flops / (USUAL_MFU * peak) > COMPILATION_PAYS_AFTER_S
+    seconds = min(flops / (USUAL_MFU * peak), 60 * (train.max_minutes or math.inf))
+    return seconds > COMPILATION_PAYS_AFTER_S
 
 
 def why_not_recorded(config: RunConfig) -> str | None:
     """What of the run a CUDA graph cannot hold, or may not: code of the user's own may wait for the GPU."""
     strategy, attention = config.parallel.strategy_for(comm.world_size()), config.model.attention
     if strategy in NOT_RECORDED or is_import_path(strategy):
-        return f"parallel.strategy is {strategy}"
-    return f"model.attention is {attention}" if is_import_path(attention) else None
+        hint = "" if strategy in NOT_RECORDED else _HINT
+        return f"parallel.strategy is {strategy}{hint}"
+    return f"model.attention is {attention}{_HINT}" if is_import_path(attention) else None

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
@@ -33,33 +32,52 @@ class Score:
         return {
             "nats_per_token": nats,
             "bits_per_token": nats / math.log(2),
-            "perplexity": math.exp(nats),
+            "perplexity": math.exp(min(nats, 700)),  # a number even where exp overflows
             "bits_per_byte": self.nats / self.bytes / math.log(2),
         }
 
 
 def documents_of(blocks: Iterable[str]) -> Iterator[str]:
-    """The documents of a stream of text, which `<|endoftext|>` separates. Empty ones are left out."""
-    held = ""
+    """The documents of a stream of text, which `<|endoftext|>` separates. Those of white space are left out."""
+    held: list[str] = []  # of a document that goes on; the last part is too short to hold a separator
     for block in blocks:
-        *whole, held = (held + block).split(END_OF_TEXT)
-        yield from filter(None, whole)
-    yield from filter(None, [held])
+        *whole, rest = ((held.pop() if held else "") + block).split(END_OF_TEXT)
+        for text in whole:
+            document, held = "".join([*held, text]), []
+            if document.strip():
+                yield document
+        cut = max(0, len(rest) - len(END_OF_TEXT) + 1)
+        held += [rest[:cut], rest[cut:]]
+    if (document := "".join(held)).strip():
+        yield document
 
 
 @torch.no_grad()
 def score_documents(
-    model: TransformerLM, tokenizer: Tokenizer, documents: Iterable[str], stride: int, batch_size: int = 4
+    model: TransformerLM,
+    tokenizer: Tokenizer,
+    documents: Iterable[str],
+    context_length: int,
+    stride: int,
+    batch_size: int = 4,
 ) -> list[Score]:
-    """The score of each document. Raises ValueError for a stride that is not from 1 to the model's context_length."""
-    if not 1 <= stride <= model.context_length:
-        raise ValueError(f"stride is {stride}: it must be from 1 to the model's context_length, {model.context_length}")
+    """The score of each document that has tokens, in windows of the context length.
+
+    Raises ValueError for a context_length that the model lacks, and for a stride that is not from 1 to it.
+    """
+    if not 1 <= context_length <= model.context_length:
+        accepted = f"from 1 to the model's, {model.context_length}"
+        raise ValueError(f"context_length is {context_length}: it must be {accepted}")
+    if not 1 <= stride <= context_length:
+        raise ValueError(f"stride is {stride}: it must be from 1 to the context_length, {context_length}")
     scores: list[Score] = []
     batch: list[tuple[Score, list[int], int]] = []
     for document in documents:
         ids = [tokenizer.end_of_text_id, *tokenizer.encode(document)]
+        if len(ids) == 1:
+            continue
         scores.append(Score(tokens=len(ids) - 1, bytes=len(document.encode())))
-        for window, scored_from in windows(ids, model.context_length, stride):
+        for window, scored_from in windows(ids, context_length, stride):
             batch.append((scores[-1], window, scored_from))
             if len(batch) == batch_size:
                 _score(model, batch)
@@ -86,6 +104,8 @@ def _score(model: TransformerLM, batch: list[tuple[Score, list[int], int]]) -> N
     device = model.lm_head.weight.device
     rows = [torch.tensor(window) for _, window, _ in batch]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # what follows does not change a row
-    nats: Tensor = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="none").double().cpu()
-    for row, (score, window, scored_from) in zip(nats, batch, strict=True):
-        score.nats += row[scored_from : len(window) - 1].sum().item()
+    x = model.ln_final(model.through_blocks(model.token_embeddings(tokens[:, :-1])))
+    # The head takes a row at a time: the logits of all may not fit into memory.
+    for row, targets, (score, window, scored_from) in zip(x, tokens[:, 1:], batch, strict=True):
+        nats = cross_entropy(model.lm_head(row), targets, reduction="none")
+        score.nats += nats[scored_from : len(window) - 1].double().sum().item()

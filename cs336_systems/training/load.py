@@ -97,13 +97,13 @@ def load_model(path: str | Path) -> LoadedModel:
 
 def _load_hf(folder: Path) -> LoadedModel:
     shape, state_dict, tokenizer = import_hf(folder)
-    identity = {f"model.{name}": value for name, value in shape.facts().items()}
+    identity = {f"model.{name}": value for name, value in shape.to_dict().items()}
     manifest = Manifest(
         step=0,
         sequences=0,
         identity={**identity, "tokenizer": tokenizer.sha256 if tokenizer else None},
         trainer={},
-        config={"model": shape.facts()},
+        config={"model": shape.to_dict()},
         versions=environment(),
     )
     return LoadedModel(folder, manifest, shape, state_dict, tokenizer)
@@ -115,6 +115,8 @@ def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, P
     Returns its checkpoint and the folder. Raises ValueError for a folder that holds anything but an export.
     """
     loaded = load_model(path)
+    if out is None and is_hf_folder(path):
+        raise ValueError(f"{path} is a Hugging Face folder: give --out, the folder to write")
     out = Path(out) if out is not None else loaded.checkpoint.resolve().parent.parent / "hf"
     is_run = any((out / name).exists() for name in (CHECKPOINTS, MANIFEST, METRICS_FILE))
     is_export = (out / "model.safetensors").exists()

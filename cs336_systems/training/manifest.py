@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_basics.files import sha256_of_file
+from cs336_basics.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -131,11 +132,12 @@ def check_identity(
     why: other differences that may be the cause. The message lists them too.
     partly: compare only the fields of `identity`.
     """
-    names = sorted(identity if partly else {*manifest.identity, *identity})
+    # Older checkpoints lack the newer fields of the architecture.
+    there = {f"model.{name}": default for name, default in ModelShape.defaults().items()} | manifest.identity
     differing = [
-        f"{name} is {identity.get(name)!r} here and {manifest.identity.get(name)!r} there"
-        for name in names
-        if identity.get(name) != manifest.identity.get(name)
+        f"{name} is {identity.get(name)!r} here and {there.get(name)!r} there"
+        for name in sorted(identity if partly else {*there, *identity})
+        if identity.get(name) != there.get(name)
     ]
     if differing:
         raise ValueError(f"checkpoint {path} is of another run: {'; '.join([*differing, *why])}")

@@ -200,7 +200,7 @@ def identity_of(config: RunConfig, data: PreparedData) -> dict[str, Any]:
 
 
 def _architecture(config: RunConfig) -> dict[str, Any]:
-    return {f"model.{name}": value for name, value in config.model.shape.facts().items()}
+    return {f"model.{name}": value for name, value in config.model.shape.to_dict().items()}
 
 
 def _changed_data(config: RunConfig, manifest: Manifest) -> list[str]:

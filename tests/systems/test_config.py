@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cs336_basics.shape import ModelShape
 from cs336_basics.tokenizer import MIN_VOCAB_SIZE
 from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.checks import without_groups
@@ -46,8 +47,8 @@ def test_sizes_are_the_shapes_of_the_handout() -> None:
     names = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")
     assert list(MODEL_SIZES) == list(shapes)
     for size, values in shapes.items():
-        shape = dict(zip(names, values, strict=True)) | {"rope_theta": 10000.0}
-        assert ModelConfig(size=size).shape.facts() == shape
+        shape = dict(zip(names, values, strict=True)) | ModelShape.defaults()
+        assert ModelConfig(size=size).shape.to_dict() == shape
 
 
 @pytest.mark.parametrize("field", SIZE_FIELDS)
@@ -265,6 +266,18 @@ def test_min_lr_is_a_tenth_of_lr_unless_given() -> None:
 
 
 # Frozen, and through JSON
+
+
+@pytest.mark.parametrize(
+    "optimizer, message",
+    [
+        (dict(decay_steps=5), r"decay_steps is 5: it must be left out unless optimizer\.schedule is 'wsd'"),
+        (dict(schedule="wsd", decay_steps=11, warmup_steps=10), "decay_steps is 11: it must be at most .* warm-up, 10"),
+    ],
+)
+def test_a_decay_that_does_not_fit_is_refused(optimizer: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunConfig(model=ModelConfig(**TINY), optimizer=OptimizerConfig(**optimizer), train=TrainConfig(max_steps=20))
 
 
 @pytest.mark.parametrize("group", [*GROUPS, ""])

@@ -36,7 +36,7 @@ def model() -> TransformerLM:
 def test_every_token_is_predicted_once_from_what_its_window_shows(
     stride: int, batch_size: int, model: TransformerLM, tokenizer: Tokenizer
 ) -> None:
-    found = score_documents(model, tokenizer, TEXTS, stride, batch_size)
+    found = score_documents(model, tokenizer, TEXTS, 8, stride, batch_size)
     for text, score in zip(TEXTS, found, strict=True):
         ids = [tokenizer.end_of_text_id, *tokenizer.encode(text)]
         nats = 0.0
@@ -58,7 +58,8 @@ def test_windows_count_each_token_once(count: int, length: int, data: st.DataObj
 
 
 def test_documents_end_also_where_two_blocks_meet() -> None:
-    assert list(documents_of(["ab<|endof", "text|>c<|endoftext|><|endoftext|>", "d"])) == ["ab", "c", "d"]
+    blocks = ["ab<|endof", "te", "xt|>c<|endoftext|> <|endoftext|>\nd", "e" * 20, "<|endoftext|>\n"]
+    assert list(documents_of(blocks)) == ["ab", "c", "\nd" + "e" * 20]
 
 
 def test_rates() -> None:
@@ -69,8 +70,10 @@ def test_rates() -> None:
 
 
 def test_a_stride_beyond_the_context_is_refused(model: TransformerLM, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="stride is 9: it must be from 1 to the model's context_length, 8"):
-        score_documents(model, tokenizer, TEXTS, 9)
+    with pytest.raises(ValueError, match="stride is 9: it must be from 1 to the context_length, 8"):
+        score_documents(model, tokenizer, TEXTS, 8, 9)
+    with pytest.raises(ValueError, match="context_length is 9: it must be from 1 to the model's, 8"):
+        score_documents(model, tokenizer, TEXTS, 9, 4)
 
 
 def test_the_command_prints_the_rates_and_writes_every_document(

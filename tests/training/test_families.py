@@ -1,5 +1,6 @@
 """Models of other architectures through the whole pipeline: trained, resumed, sampled, from and to Hugging Face."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,35 @@ def test_another_end_of_text_ends_documents(tmp_path: Path) -> None:
         other = Tokenizer.load(tmp_path / "other.json")
         assert other.encode("cat<|endoftext|>sat") == gpt2.encode("cat<|endoftext|>sat")
         assert [i for ids in other.encode_stream(["cat<|endoftext|>sat"]) for i in ids] == other.encode(f"cat{end}sat")
+
+
+@pytest.mark.parametrize("change", [dict(norm_eps=1e-5), dict(tie_embeddings=False), dict(num_kv_heads=None)])
+def test_weights_of_another_architecture_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    """Also where the difference is an option that one of the two does not use."""
+    first: dict[str, Any] = GROUPED | dict(norm_eps=1e-6)
+    train(make_config(tmp_path, "first", model=first, train=dict(max_steps=1)))
+    other = make_config(tmp_path, "other", model=first | change)
+    with pytest.raises(ValueError, match=rf"is of another run: model\.{next(iter(change))} is"):
+        train(dataclasses.replace(other, init_from=str(tmp_path / "first")))
+
+
+@pytest.mark.parametrize("what", ["run", "checkpoint", "scaled run"])
+def test_a_run_and_its_checkpoint_describe_their_model(what: str, tmp_path: Path) -> None:
+    run = train(make_config(tmp_path, "first", model=SCALED if "scaled" in what else GROUPED, train=dict(max_steps=1)))
+    where = run.checkpoint if what == "checkpoint" else run.run_dir
+    config, _ = parse_run_config(["--init_from", str(where), "--data.source", "random"])
+    assert config.model.shape == load_model(where).shape
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [(None, "init_from .*odd does not exist"), ("xx", "odd/config.json is not JSON"), ("[]", "does not hold a JSON"),
+     ("{}", "model.d_model is missing"), ('{"model": 3}', "odd/config.json: model is 3"),
+     ('{"model": {"foo": 1}}', "foo.*odd/config.json")],
+)  # fmt: skip
+def test_a_folder_that_describes_no_model_is_named(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "odd").mkdir()
+        (tmp_path / "odd" / "config.json").write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        parse_run_config(["--init_from", str(tmp_path / "odd")])
