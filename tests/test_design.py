@@ -192,8 +192,8 @@ class Commands:
         if len(words) < 2 or words[1].isupper() or "--help" in words:
             return None  # it stands for several
         name, *arguments = words
-        if name == "train" and "--config" in arguments:  # a file that need not be there
-            at = arguments.index("--config")
+        for option in {"--config", "--init_from"} & set(arguments) if name == "train" else ():
+            at = arguments.index(option)  # a file or folder that need not be there
             del arguments[at : at + 2]
         try:
             run_command(name, arguments)

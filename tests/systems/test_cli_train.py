@@ -58,7 +58,7 @@ GOOD_TEXT = "".join(stories(0, 10_000)).encode()
 WRONG_TEXTS: dict[str, tuple[bytes | None, list[str], str]] = {
     "missing": (None, [], "data.train_text input.txt does not exist"),
     "missing for validation": (GOOD_TEXT, ["--data.valid_text=valid.txt"], "data.valid_text valid.txt does not exist"),
-    "a folder": (GOOD_TEXT, ["--data.valid_text=."], "data.valid_text . is not a regular file"),
+    "a folder": (GOOD_TEXT, ["--data.valid_text=data"], "data.valid_text data has no files: .*"),
     "empty": (b"", [], "data.train_text input.txt is empty"),
     "0xff": (GOOD_TEXT[:5000] + b"\xff" + GOOD_TEXT[5000:], [], ".*input.txt must be UTF-8 text: .* at byte 5000"),
     "utf-16": (GOOD_TEXT.decode().encode("utf-16"), [], "data.train_text input.txt must be UTF-8 text: .*"),

@@ -126,7 +126,10 @@ def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_and_keeps_its_type(tmp_pa
         (dict(weight_dtype="bf16"), "train.weight_dtype is 'bf16': it must be 'fp32' with train.precision 'fp32'"),
         (dict(weight_dtype="bf16", precision="fp16"), "train.weight_dtype is 'bf16'"),
         (dict(loss_chunk_tokens=0), "train.loss_chunk_tokens is 0"),
-        (dict(compile_memory_budget=0.5), "train.compile_memory_budget is 0.5: .* 1 without train.compile"),
+        (
+            dict(compile_memory_budget=0.5, compile=False),
+            "train.compile_memory_budget is 0.5: .* 1 without train.compile",
+        ),
         (dict(compile_memory_budget=1.5, compile=True), "train.compile_memory_budget is 1.5"),
     ],
     ids=str,
