@@ -133,11 +133,12 @@ def check_identity(
     partly: compare only the fields of `identity`.
     """
     # Older checkpoints lack the newer fields of the architecture.
-    there = {f"model.{name}": default for name, default in ModelShape.defaults().items()} | manifest.identity
+    defaults = {f"model.{name}": default for name, default in ModelShape.defaults().items()}
+    here, there = defaults | identity, defaults | manifest.identity
     differing = [
-        f"{name} is {identity.get(name)!r} here and {there.get(name)!r} there"
-        for name in sorted(identity if partly else {*there, *identity})
-        if identity.get(name) != there.get(name)
+        f"{name} is {here.get(name)!r} here and {there.get(name)!r} there"
+        for name in sorted(identity if partly else {*here, *there})
+        if here.get(name) != there.get(name)
     ]
     if differing:
         raise ValueError(f"checkpoint {path} is of another run: {'; '.join([*differing, *why])}")
