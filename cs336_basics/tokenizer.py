@@ -123,6 +123,12 @@ def split_pieces(
         yield "".join(held)
 
 
+def documents_of(blocks: Iterable[str]) -> Iterator[str]:
+    """The documents of a stream of text, which END_OF_TEXT separates. Those of white space are left out."""
+    for piece in split_pieces(blocks, 1, _DOCUMENT):
+        yield from (document for document in piece.split(END_OF_TEXT) if document.strip())
+
+
 def _break_up(part: str) -> Iterator[str]:
     """Yield the text itself, or pieces of it if it is a word too long to learn pairs from in reasonable time."""
     if len(part) <= 2 * _PIECE_CHARS:

@@ -52,10 +52,10 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
     parser.add_argument("--out", type=str, default=None, help="JSON file to write, with every document.")
     options = parse(parser, arguments)
-    from cs336_basics.tokenizer import read_utf8
+    from cs336_basics.tokenizer import documents_of, read_utf8
 
     from ..machine.hardware import use_device
-    from ..training.evaluate import Score, documents_of, score_documents
+    from ..training.evaluate import Score, score_documents
     from ..training.load import load_model
 
     require_at_least(options, "", 1, "batch_size")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import shlex
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from ..config.checks import from_json
 from ..config.data import without_default_paths
 from ..config.model import SIZE_FIELDS, ModelConfig
 from ..config.run import GROUPS, RunConfig, without_default_min_lr
@@ -73,15 +73,14 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
 
 def _read_config_files(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
     """Replace --config FILE by the file's content, in front, so that fields on the command line override it."""
-    files, others = _split_config_files(arguments)
+    files, others = _split(arguments, "--config")
     given = {word.partition("=")[0] for word in others}
     contents = {file: _read_config(file, parser) for file in files}
     if not any("model" in content for content in contents.values()):
-        given_from = [content["init_from"] for content in contents.values() if content.get("init_from")]
-        given_from += [word.removeprefix("--init_from=") for word in others if word.startswith("--init_from=")]
-        given_from += [word for before, word in itertools.pairwise(others) if before == "--init_from"]
-        if given_from and isinstance(given_from[-1], str):
-            contents = {Path(given_from[-1]): _fields_of_model(Path(given_from[-1]), parser)} | contents
+        in_files = [content.get("init_from") for content in contents.values()]
+        sources = [Path(path) for path in in_files if isinstance(path, str)] + _split(others, "--init_from")[0]
+        if sources:
+            contents = {sources[-1]: _fields_of_model(sources[-1], parser)} | contents
     if "--model.size" in given:  # it replaces the sizes in the files
         for content in contents.values():
             content["model"] = {k: v for k, v in content.get("model", {}).items() if k not in SIZE_FIELDS}
@@ -104,27 +103,24 @@ def _fields_of_model(path: Path, parser: ArgumentParser) -> dict[str, Any]:
     if is_hf_folder(folder):
         shape = read_shape(folder)
     else:
-        model: dict[str, Any] = _read_config(folder / CONFIG, parser).get("model", {})
-        if isinstance(scaling := model.get("rope_scaling"), list):
-            model["rope_scaling"] = tuple(scaling)
-        shape = ModelConfig(**model).shape
+        shape = from_json(ModelConfig, _read_config(folder / CONFIG, parser).get("model", {})).shape
     tokenizer = {"tokenizer": str(folder / TOKENIZER)} if (folder / TOKENIZER).is_file() else {}
     return {"model": shape.to_dict(), "data": tokenizer}
 
 
-def _split_config_files(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The files of --config FILE and --config=FILE, and all other arguments."""
-    files: list[Path] = []
+def _split(arguments: Sequence[str], option: str) -> tuple[list[Path], list[str]]:
+    """The paths of an option, given as `--option PATH` or `--option=PATH`, and all other arguments."""
+    paths: list[Path] = []
     others: list[str] = []
     words = iter(arguments)
     for word in words:
-        if word.startswith("--config="):
-            files.append(Path(word.removeprefix("--config=")))
-        elif word == "--config" and (file := next(words, None)) is not None:
-            files.append(Path(file))
+        if word.startswith(f"{option}="):
+            paths.append(Path(word.removeprefix(f"{option}=")))
+        elif word == option and (path := next(words, None)) is not None:
+            paths.append(Path(path))
         else:
             others.append(word)
-    return files, others
+    return paths, others
 
 
 def _check_not_moved(file: Path, run_dir: Any) -> None:

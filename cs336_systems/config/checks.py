@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 _GROUPS = re.compile(r"""(?<![\w./'"-])(?:model|data|optimizer|train|parallel)\.(?=[a-z])""")
 
@@ -27,8 +29,10 @@ def require_field(config: Any, field: str, condition: bool, accepted: str) -> No
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: true, false and null as in JSON, anything else as in Python."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    """A value as messages show it: true, false, null and lists as in JSON, anything else as in Python."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def check_types(config: Any, group: str) -> None:
@@ -70,6 +74,11 @@ def describe_type(hint: Any) -> str:
         return f"a list of {count} numbers, such as [{', '.join(['0.5'] * count)}]"
     names = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
     return names.get(hint, f"a {hint.__name__}")
+
+
+def from_json(cls: type[T], values: dict[str, Any]) -> T:
+    """A dataclass of settings from JSON, which has lists for tuples."""
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def require_at_least(config: Any, group: str, minimum: float, *names: str) -> None:

@@ -26,7 +26,7 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
 SIZE_FIELDS = ("d_model", "d_ff", "num_layers", "num_heads")
 """Fields that a named size sets."""
 SHAPE_FIELDS = ("vocab_size", "context_length", *SIZE_FIELDS)
-"""Fields that decide the number of parameters and the work of a step: a ModelShape without rope_theta."""
+"""Fields that decide the number of parameters and the work of a step: those of a ModelShape without a default."""
 
 
 @dataclass(frozen=True, kw_only=True)

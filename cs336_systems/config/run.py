@@ -8,7 +8,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from .checks import check_types, checkpointed_blocks, is_import_path, require, require_at_least, require_field
+from .checks import (
+    check_types,
+    checkpointed_blocks,
+    from_json,
+    is_import_path,
+    require,
+    require_at_least,
+    require_field,
+)
 from .data import DataConfig
 from .model import ModelConfig
 
@@ -387,8 +395,7 @@ class RunConfig:
         """Rebuild a configuration from `to_dict`, also after a round trip through JSON."""
         given = dict(values)
         for name in GROUPS.keys() & given.keys():
-            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given[name].items()}
-            given[name] = GROUPS[name](**fields)
+            given[name] = from_json(GROUPS[name], given[name])
         return cls(**given)
 
 

@@ -14,7 +14,7 @@ from cs336_basics.tokenizer import END_OF_TEXT
 
 logger = logging.getLogger(__name__)
 
-_KINDS = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")
+_TEXT, _RECORDS = (".txt", ".md"), (".jsonl", ".ndjson", ".parquet")
 _COMPRESSED = (".gz", ".zst")
 _MOST_BAD = 0.01
 """The largest share of records that may be without text."""
@@ -25,7 +25,7 @@ _SHOWN = 3
 def is_plain(name: str) -> bool:
     """Whether a name is of one file that is text as it is, with `<|endoftext|>` between its documents."""
     path = Path(name)
-    return not path.is_dir() and not _is_pattern(path) and path.suffix not in (*_KINDS[2:], *_COMPRESSED)
+    return not path.is_dir() and not _is_pattern(path) and path.suffix not in (*_RECORDS, *_COMPRESSED)
 
 
 def find_files(name: str, field: str) -> list[Path]:
@@ -37,14 +37,15 @@ def find_files(name: str, field: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = [file for file in sorted(path.rglob("*")) if file.is_file() and _kind(file) in _KINDS]
+        found = [file for file in sorted(path.rglob("*")) if file.is_file() and _kind(file) in (*_TEXT, *_RECORDS)]
     elif _is_pattern(path):
         root = Path(path.anchor)
         found = sorted(file for file in root.glob(str(path.relative_to(root))) if file.is_file())
     else:
         raise FileNotFoundError(f"{field} {name} does not exist")
     if not found:
-        raise ValueError(f"{field} {name} has no files: it must have some of {', '.join(_KINDS)}, also compressed")
+        kinds = ", ".join((*_TEXT, *_RECORDS))
+        raise ValueError(f"{field} {name} has no files: it must have some of {kinds}, also compressed")
     return found
 
 
@@ -93,7 +94,7 @@ def _records(file: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     try:
         with contextlib.ExitStack() as stack:
             opened: Any = stack.enter_context(_open(file))
-            if _kind(file) not in (".jsonl", ".ndjson"):
+            if _kind(file) not in _RECORDS:
                 yield 1, opened.read()
                 return
             for i, line in enumerate(opened, 1):

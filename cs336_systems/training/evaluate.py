@@ -12,7 +12,7 @@ import torch
 
 from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
-from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer
+from cs336_basics.tokenizer import Tokenizer
 
 
 @dataclass
@@ -35,21 +35,6 @@ class Score:
             "perplexity": math.exp(min(nats, 700)),  # a number even where exp overflows
             "bits_per_byte": self.nats / self.bytes / math.log(2),
         }
-
-
-def documents_of(blocks: Iterable[str]) -> Iterator[str]:
-    """The documents of a stream of text, which `<|endoftext|>` separates. Those of white space are left out."""
-    held: list[str] = []  # of a document that goes on; the last part is too short to hold a separator
-    for block in blocks:
-        *whole, rest = ((held.pop() if held else "") + block).split(END_OF_TEXT)
-        for text in whole:
-            document, held = "".join([*held, text]), []
-            if document.strip():
-                yield document
-        cut = max(0, len(rest) - len(END_OF_TEXT) + 1)
-        held += [rest[:cut], rest[cut:]]
-    if (document := "".join(held)).strip():
-        yield document
 
 
 @torch.no_grad()

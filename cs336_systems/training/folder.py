@@ -1,14 +1,12 @@
 """The run folder: the names of its files, whose it is, and a lock for one process at a time."""
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from cs336_basics.shape import ModelShape
-
+from ..config.model import SHAPE_FIELDS
 from .manifest import find_checkpoints
 from .metrics import METRICS_FILE
 
@@ -52,7 +50,7 @@ def is_run(folder: Path) -> bool:
 def _is_run_config(path: Path) -> bool:
     try:
         model = json.loads(path.read_bytes())["model"]
-        return model.keys() >= {f.name for f in dataclasses.fields(ModelShape) if f.default is dataclasses.MISSING}
+        return model.keys() >= set(SHAPE_FIELDS)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
 

@@ -1,7 +1,7 @@
 """Load a trained model from its run folder or checkpoint, export it to Hugging Face's format, and import from that."""
 
 import logging
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape
 from cs336_basics.tokenizer import Tokenizer
 
-from ..config.run import ModelConfig
+from ..config.checks import from_json
+from ..config.model import SHAPE_FIELDS, ModelConfig
 from ..kernels.attention import get_attention
 from ..machine.hardware import environment
 from .checkpoint import save_checkpoint
@@ -71,12 +72,10 @@ def load_model(path: str | Path) -> LoadedModel:
     checkpoint, manifest = find_checkpoint(Path(path))
     file = checkpoint / MANIFEST
     values: dict[str, Any] = {f.name: manifest.identity.get(f"model.{f.name}") for f in fields(ModelShape)}
-    if missing := [f.name for f in fields(ModelShape) if f.default is MISSING and values[f.name] is None]:
+    if missing := [name for name in SHAPE_FIELDS if values[name] is None]:
         raise ValueError(f"checkpoint file {file} describes no model: its identity has no model.{missing[0]}")
-    if isinstance(scaling := values["rope_scaling"], list):
-        values["rope_scaling"] = tuple(scaling)
     try:
-        shape = ModelConfig(**{name: value for name, value in values.items() if value is not None}).shape
+        shape = from_json(ModelConfig, {k: v for k, v in values.items() if v is not None}).shape
     except ValueError as error:
         raise ValueError(f"checkpoint file {file} describes no model: {error}") from error
     with torch.device("meta"):

@@ -112,10 +112,6 @@ class Trainer:
             return self._loss(self.strategy(inputs), targets, reduction="sum")
         return self.strategy(inputs, targets=targets)
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
-        return learning_rate(self.config, step)
-
     def train_step(self) -> dict[str, Any]:
         """One optimizer step. Returns its metrics. Raises NonFiniteError instead of making a bad update."""
         return self.finish_step(self.start_step())
@@ -146,7 +142,7 @@ class Trainer:
         train, position = self.config.train, self.position
         step = position.step + 1
         failure.set_step(step)
-        lr = self.learning_rate(step)
+        lr = learning_rate(self.config, step)
         set_learning_rate(self.optimizer, lr)
         asked = time.perf_counter()
         first, count = position.sequences, train.batch_size // comm.world_size()

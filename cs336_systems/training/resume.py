@@ -253,10 +253,10 @@ def _warn_of_new_learning_rate(trainer: Trainer, manifest: Manifest) -> None:
             break
     else:
         return
-    here = {"optimizer.decay_steps": None} | config.schedule
-    changed = {name: old for name, old in before.schedule.items() if old != here[name]}
+    here = config.schedule
+    changed = {name: old for name, old in before.schedule.items() if old != here.get(name)}
     shown = {"optimizer.cosine_steps": "train.max_steps"} if config.optimizer.cosine_steps is None else {}
-    why = (f"{shown.get(name, name)} is {here[name]}, not {old}" for name, old in changed.items())
+    why = (f"{shown.get(name, name)} is {here.get(name)}, not {old}" for name, old in changed.items())
     options = " ".join(f"--{name} {old}" for name, old in changed.items())
     logger.warning(
         f"resume: step {step} has a learning rate of {now:.3g} instead of {was:.3g}, because {' and '.join(why)}; to "

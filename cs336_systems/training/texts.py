@@ -82,8 +82,8 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
         text_path = _gathered(data, str(data.train_text), "data.train_text", folder / "train.txt")
     whole = _whole_text(text_path, "data.train_text" if data.source == "text" else "text file")
     if data.valid_text is not None:
-        return whole, _whole_text(_gathered(data, data.valid_text, "data.valid_text", folder / "valid.txt"),
-                                  "data.valid_text")  # fmt: skip
+        valid_path = _gathered(data, data.valid_text, "data.valid_text", folder / "valid.txt")
+        return whole, _whole_text(valid_path, "data.valid_text")
     cut = find_split(text_path, data.valid_fraction)
     return replace(whole, end=cut), replace(whole, start=cut)
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs336_basics.model import TransformerLM
-from cs336_basics.tokenizer import Tokenizer
+from cs336_basics.tokenizer import Tokenizer, documents_of
 from cs336_systems.cli.main import run_command
 from cs336_systems.training import train
-from cs336_systems.training.evaluate import Score, documents_of, score_documents, windows
+from cs336_systems.training.evaluate import Score, score_documents, windows
 
 from .helpers import make_config
 
