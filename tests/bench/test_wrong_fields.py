@@ -8,6 +8,7 @@ import pytest
 from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.cases.lm_matrix import LMMatrixBench
+from cs336_systems.config.checks import shown
 
 QUICK, NAIVE, FLASHDDP = dict(size="quick"), dict(size="quick", attention="naive"), dict(strategy="flashddp")
 # For each case the other fields, and wrong values of a field.
@@ -74,8 +75,7 @@ def test_a_wrong_field_is_named(name: str, fields: dict[str, Any], accepted: str
     config = get_case(name).config
     *_, (field, value) = fields.items()
     on_cpu = {"device": "cpu"} if isinstance(getattr(config, "device", None), str) else {}
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    with pytest.raises(ValueError, match=f"^{field} is {re.escape(shown)}: .*{accepted}"):
+    with pytest.raises(ValueError, match=f"^{field} is {re.escape(shown(value))}: .*{accepted}"):
         config(**on_cpu | fields)
 
 
