@@ -86,8 +86,14 @@ def export_hf(
 ) -> None:
     """Write config.json, model.safetensors and the tokenizer's files, each complete or not at all.
 
-    The weights keep the type that they have in the state dict, one type for all.
+    The weights keep the type that they have in the state dict, one type for all. Raises ValueError for a model that
+    none of theirs equals: with a window in only some blocks, or beside norms of queries and keys.
     """
+    if shape.window is not None and (shape.qk_norm or shape.window_every > 1):
+        raise ValueError(
+            f"window is {shape.window} with qk_norm {shape.qk_norm} and window_every {shape.window_every}: "
+            "Hugging Face's Mistral has a window, and it needs False and 1"
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
@@ -131,20 +137,20 @@ def check_export_folder(folder: str | os.PathLike[str]) -> None:
     sizes: dict[str, Any] = dict.fromkeys(_SIZES, 1)
     fields = _config_of(ModelShape(**sizes), None, torch.float32).keys()
     if Path(folder, "model.safetensors").exists() and not (
-        isinstance(found, dict) and found.keys() - {"rope_scaling"} == fields
+        isinstance(found, dict) and found.keys() - {"rope_scaling", "sliding_window"} == fields
     ):
         raise ValueError(f"{folder} holds a model that is no earlier export of ours: give another folder")
 
 
 def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of config.json: of a Qwen 3 if queries and keys have norms, else of a Llama."""
-    name, model_type = ("Qwen3", "qwen3") if shape.qk_norm else ("Llama", "llama")
+    """The fields of config.json: of a Qwen 3 if queries and keys have norms, of a Mistral with a window, or a Llama."""
+    name = "Qwen3" if shape.qk_norm else "Llama" if shape.window is None else "Mistral"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **dict(zip(_SCALING, shape.rope_scaling, strict=True))}
     return {
         "architectures": [f"{name}ForCausalLM"],
-        "model_type": model_type,
+        "model_type": name.lower(),
         **{theirs: getattr(shape, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_size,
@@ -154,6 +160,7 @@ def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype
         "rope_theta": shape.rope_theta,
         **({} if shape.rope_scaling is None else {"rope_scaling": rope}),
         "rope_parameters": rope,
+        **({} if shape.window is None else {"sliding_window": shape.window}),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": shape.tie_embeddings,
@@ -175,7 +182,8 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
     """Read a folder with a Llama, Qwen 3 or Mistral: shape, state dict in float32 and the tokenizer, if any.
 
     Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: with biases, a
-    sliding window, another scaling of the rotary frequencies than Llama 3's, or missing or misshapen weights.
+    Qwen 3 with a sliding window, another scaling of the rotary frequencies than Llama 3's, or missing or misshapen
+    weights.
     """
     folder = Path(folder)
     shape = read_shape(folder)
@@ -262,11 +270,20 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         qk_norm=config["model_type"] == "qwen3",
+        window=_window(path, config),
         tie_embeddings=tied,
         norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
         rope_theta=_number(path, rope, "rope_theta", config.get("rope_theta", 10000.0)),
         rope_scaling=tuple(_number(path, rope, name) for name in _SCALING) if rope_type == "llama3" else None,
     )
+
+
+def _window(path: Path, config: dict[str, Any]) -> int | None:
+    """Mistral's window; None if it hides nothing."""
+    if config["model_type"] != "mistral" or config["sliding_window"] is None:
+        return None
+    window = _number(path, config, "sliding_window", kind=int)
+    return window if window < config["max_position_embeddings"] else None
 
 
 def _number(path: Path, source: dict[str, Any], name: str, default: Any = None, kind: type = float) -> Any:
@@ -283,15 +300,11 @@ def _is_positive(value: Any) -> bool:
 
 def _fixed_settings(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that this model fixes: the accepted value, and the one in config.json or transformers' default."""
-    window = config.get("sliding_window")
-    if config["model_type"] == "qwen3" and not config.get("use_sliding_window"):
-        window = None
-    if _is_positive(window) and window >= config["max_position_embeddings"]:  # it hides nothing
-        window = None
     return {
         "hidden_act": ("silu", config.get("hidden_act", "silu")),
         "partial_rotary_factor": (1.0, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))),
         "attention_bias": (False, config.get("attention_bias", False)),
         "mlp_bias": (False, config.get("mlp_bias", False)),
-        "sliding_window": (None, window),
+        # Its blocks with a window are the last ones.
+        "use_sliding_window": (False, config["model_type"] == "qwen3" and config.get("use_sliding_window", False)),
     }

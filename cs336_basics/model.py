@@ -1,10 +1,11 @@
 """The Transformer language model: pre-norm blocks, RMSNorm, rotary positions and SwiGLU, no biases.
 
 By default it is the handout's. `ModelShape` has the options of later models: fewer heads of keys and values (Llama 3),
-norms of queries and keys (Qwen 3), tied embeddings, scaled rotary frequencies.
+norms of queries and keys (Qwen 3), tied embeddings, scaled rotary frequencies, a window of attention (Mistral).
 
 Attention is an argument of the model: any function `attention(q, k, v, is_causal) -> o` that follows the contract of
-`scaled_dot_product_attention` below can replace it without changes to the model.
+`scaled_dot_product_attention` below can replace it without changes to the model. Only models with a window and batches
+with documents need its arguments of these names.
 
 Shapes: B batch, T positions in this call, S positions in the cache, H heads, D head size.
 """
@@ -12,15 +13,42 @@ Shapes: B batch, T positions in this call, S positions in the cache, H heads, D 
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .nn_utils import linear_cross_entropy
 
-Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+Attention = Callable[..., Tensor]
+"""attention(q, k, v, is_causal, *, window=None, documents=None) -> o"""
+
+
+class Documents(NamedTuple):
+    """The documents in sequences of N positions. Each position has its document's first position and the end after it.
+
+    int32. The leading dimensions are those of the sequences.
+    """
+
+    starts: Int[Tensor, "... N"]
+    ends: Int[Tensor, "... N"]
+
+    @classmethod
+    def from_numbers(cls, numbers: Int[Tensor, "... N"]) -> "Documents":
+        """From a number for each position: a document begins where it changes."""
+        positions = torch.arange(numbers.shape[-1], dtype=torch.int32, device=numbers.device)
+        changes = numbers[..., 1:] != numbers[..., :-1]
+        is_first, is_last = (nn.functional.pad(changes, side, value=True) for side in ((1, 0), (0, 1)))
+        starts = torch.where(is_first, positions, 0).cummax(-1).values
+        ends = torch.where(is_last, positions + 1, numbers.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
+        return cls(starts, ends)
+
+    @classmethod
+    def from_tokens(cls, token_ids: Int[Tensor, "... N"], end_of_text: int) -> "Documents":
+        """From the tokens, where `end_of_text` is the last of each document."""
+        is_end = token_ids == end_of_text
+        return cls.from_numbers(is_end.cumsum(-1) - is_end.long())
 
 
 def scaled_dot_product_attention(
@@ -28,6 +56,9 @@ def scaled_dot_product_attention(
     k: Float[Tensor, "... keys d"],
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
 ) -> Float[Tensor, "... queries d"]:
     """softmax(q k^T / sqrt(d)) v, computed as the formula is written (Vaswani et al. 2017, equation 1).
 
@@ -36,6 +67,10 @@ def scaled_dot_product_attention(
 
     k and v may have fewer heads, the dimension before the positions, if their number divides that of q: each serves as
     many neighbouring heads of q (Ainslie et al. 2023, grouped-query attention).
+
+    window: a query sees only the last `window` keys up to its own position (Beltagy et al. 2020, Longformer).
+    documents: a query sees only keys of its own document. Their shape is q's without heads and head size.
+    Both need is_causal and as many queries as keys, so each query sees at least its own key.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     if q.ndim > 2 and q.shape[-3] != k.shape[-3]:
@@ -43,9 +78,23 @@ def scaled_dot_product_attention(
     with without_autocast(q.device.type):  # autocast would compute the products in its own dtype
         scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
         if is_causal:
-            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-            scores = scores.masked_fill(~visible, float("-inf"))
+            hidden = hidden_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
+            scores = scores.masked_fill(hidden, float("-inf"))
         return (scores.softmax(dim=-1) @ v.to(dtype)).to(q.dtype)
+
+
+def hidden_keys(
+    n_q: int, n_k: int, device: torch.device, window: int | None = None, documents: Documents | None = None
+) -> Bool[Tensor, "*batch_and_1 queries keys"]:
+    """True where causal attention hides a key from a query. With documents of a batch it has an axis of 1 for heads."""
+    queries, keys = torch.arange(n_q, device=device)[:, None], torch.arange(n_k, device=device)
+    hidden = keys > queries
+    if window is not None:
+        hidden = hidden | (keys <= queries - window)
+    if documents is not None:
+        starts = documents.starts if documents.starts.ndim == 1 else documents.starts.unsqueeze(-2)
+        hidden = hidden | (keys < starts[..., None])
+    return hidden
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
@@ -199,6 +248,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
 
     num_kv_heads: each of these heads of keys and values serves num_heads / num_kv_heads query heads.
     qk_norm: normalise each query and each key over its head, before the rotation.
+    window: as of `scaled_dot_product_attention`.
     """
 
     def __init__(
@@ -210,9 +260,11 @@ class CausalMultiHeadSelfAttention(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         qk_norm: bool = False,
+        window: int | None = None,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
+        self.window = window
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_dim = head_dim or d_model // num_heads
         self.rope = rope
@@ -224,7 +276,9 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, norm_eps) if qk_norm else nn.Identity()
 
-    def forward(self, x: Float[Tensor, "B T d_model"], cache: LayerCache | None = None) -> Float[Tensor, "B T d_model"]:
+    def forward(
+        self, x: Float[Tensor, "B T d_model"], cache: LayerCache | None = None, documents: Documents | None = None
+    ) -> Float[Tensor, "B T d_model"]:
         def split_heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
@@ -233,11 +287,18 @@ class CausalMultiHeadSelfAttention(nn.Module):
         q, k = self.rope(self.q_norm(q), start), self.rope(self.k_norm(k), start)
         if cache is not None:
             # The causal mask is top-left aligned, which is correct only for the first chunk. A later chunk must be a
-            # single position, which sees everything in the cache and needs no mask.
+            # single position, which sees everything in the cache, or in the window, and needs no mask.
             if start and x.shape[1] > 1:
                 raise ValueError(f"{x.shape[1]} positions on a cache of {start}: after the first chunk, one at a time")
             k, v = cache.append(k, v)
-        o = self.attention(q, k, v, start == 0)
+            if start and self.window is not None:
+                k, v = k[:, :, -self.window :], v[:, :, -self.window :]
+        limits: dict[str, Any] = {}  # none for attention functions without these arguments
+        if start == 0 and self.window is not None:
+            limits["window"] = self.window
+        if documents is not None:
+            limits["documents"] = documents
+        o = self.attention(q, k, v, start == 0, **limits)
         return self.output_proj(o.transpose(1, 2).flatten(-2))
 
 
@@ -260,8 +321,10 @@ class TransformerBlock(nn.Module):
         self.ln2 = RMSNorm(d_model, norm_eps)
         self.ffn = SwiGLU(d_model, d_ff)
 
-    def forward(self, x: Float[Tensor, "B T d_model"], cache: LayerCache | None = None) -> Float[Tensor, "B T d_model"]:
-        x = x + self.attn(self.ln1(x), cache)
+    def forward(
+        self, x: Float[Tensor, "B T d_model"], cache: LayerCache | None = None, documents: Documents | None = None
+    ) -> Float[Tensor, "B T d_model"]:
+        x = x + self.attn(self.ln1(x), cache, documents)
         return x + self.ffn(self.ln2(x))
 
 
@@ -270,6 +333,7 @@ class TransformerLM(nn.Module):
 
     `attention` may be any faster function that follows the contract of `scaled_dot_product_attention`.
     tie_embeddings: the head has the weight of the embedding, which the state dict contains once.
+    window: attention's, in every `window_every`-th block, counted from the first.
     Raises ValueError if d_model does not divide into num_heads heads of even size, unless head_dim is given, and if
     num_kv_heads does not divide num_heads.
     """
@@ -289,6 +353,8 @@ class TransformerLM(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         qk_norm: bool = False,
+        window: int | None = None,
+        window_every: int = 1,
         tie_embeddings: bool = False,
         norm_eps: float = 1e-5,
     ) -> None:
@@ -303,9 +369,12 @@ class TransformerLM(nn.Module):
         rope = RotaryEmbedding(context_length, head_dim or d_model // num_heads, rope_theta, rope_scaling)
         of_attention = dict(num_kv_heads=num_kv_heads, head_dim=head_dim, qk_norm=qk_norm)
         self.layers = nn.ModuleList(
-            TransformerBlock(d_model, num_heads, d_ff, rope, attention, norm_eps, **of_attention)
-            for _ in range(num_layers)
-        )
+            TransformerBlock(
+                d_model, num_heads, d_ff, rope, attention, norm_eps,
+                window=None if i % window_every else window, **of_attention,
+            )
+            for i in range(num_layers)
+        )  # fmt: skip
         self.ln_final = RMSNorm(d_model, norm_eps)
         self.lm_head = LMHead(d_model, vocab_size)
         if tie_embeddings:
@@ -318,12 +387,14 @@ class TransformerLM(nn.Module):
         token_ids: Int[Tensor, "B T"],
         cache: list[LayerCache] | None = None,
         targets: Int[Tensor, "B T"] | None = None,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "B T V"] | Float[Tensor, ""]:
         """Logits for each position; with targets, the sum of their cross-entropies in nats, from `lm_head.loss`.
 
-        With a cache, token_ids continue the sequence that the cache holds.
+        With a cache, token_ids continue the sequence that the cache holds. With documents, which need a call without a
+        cache, attention stays within each document. Rotary positions go on, as scores depend on distances alone.
         """
-        x = self.ln_final(self.through_blocks(self.token_embeddings(token_ids), cache))
+        x = self.ln_final(self.through_blocks(self.token_embeddings(token_ids), cache, documents=documents))
         return self.lm_head(x) if targets is None else self.lm_head(x, targets)
 
     def through_blocks(
@@ -332,10 +403,11 @@ class TransformerLM(nn.Module):
         cache: list[LayerCache] | None = None,
         first: int = 0,
         last: int | None = None,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "B T d_model"]:
         """Return x after the blocks first .. last - 1 (default: all of them)."""
         for i, layer in enumerate(list(self.layers)[first:last], first):
-            x = layer(x, None if cache is None else cache[i])
+            x = layer(x, None if cache is None else cache[i], documents)
         return x
 
     def new_cache(self) -> list[LayerCache]:

@@ -22,6 +22,8 @@ class ModelShape:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     qk_norm: bool = False
+    window: int | None = None
+    window_every: int = 1
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
 
@@ -42,8 +44,13 @@ class ModelShape:
         return self.head_dim or self.d_model // self.num_heads
 
     @property
+    def num_windowed(self) -> int:
+        """Blocks whose attention has the window."""
+        return 0 if self.window is None else -(-self.num_layers // self.window_every)
+
+    @property
     def is_standard(self) -> bool:
-        """Whether the model has the handout's parameters: only sizes, rope and norm_eps may differ."""
+        """Whether the model has the handout's parameters: only sizes, rope, window and norm_eps may differ."""
         return (self.num_kv_heads, self.head_dim, self.qk_norm, self.tie_embeddings) == (None, None, False, False)
 
     def to_dict(self) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class DataConfig:
     """Token file to train on, made from the source if it is missing (default: DATA_DIR/train.npy)."""
     valid_tokens: str | None = None
     """Token file to validate on, made from the source if it is missing (default: DATA_DIR/valid.npy)."""
+    documents: bool = False
+    """Keep attention within each document. Documents end with the tokenizer's end of text."""
     tokenizer_sample_bytes: int = 1 << 28
     """Train the tokenizer on at most this many bytes. A longer text is sampled in evenly spaced pieces."""
     story_chars: int = 4_000_000

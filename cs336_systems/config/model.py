@@ -53,6 +53,10 @@ class ModelConfig:
     """Size of a head, an even number (default: d_model / num_heads)."""
     qk_norm: bool = False
     """Normalise each head's queries and keys (Qwen 3)."""
+    window: int | None = None
+    """Keys that a query sees at most, its own and those before it (Mistral's sliding window; default: all)."""
+    window_every: int = 1
+    """With window: only every so many blocks has it, beginning with the first."""
     tie_embeddings: bool = False
     """Use the embedding's weight for the head too."""
     norm_eps: float = ModelShape.norm_eps
@@ -64,7 +68,7 @@ class ModelConfig:
     (default: no scaling)."""
     attention: str = "auto"
     """Attention kernel: a registered name, or your own function as module:function. auto is sdpa, which lets PyTorch
-    choose among its kernels."""
+    choose among its kernels, and on a GPU flash_triton for windows and documents."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.")
@@ -85,7 +89,7 @@ class ModelConfig:
             if getattr(self, name) is None:
                 raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
         require_at_least(self, "model", 1, "context_length", *SIZE_FIELDS)
-        require_at_least(self, "model", 1, "num_kv_heads", "head_dim")
+        require_at_least(self, "model", 1, "num_kv_heads", "head_dim", "window", "window_every")
         require_field(self, "model.rope_theta", 0 < self.rope_theta < math.inf, "above 0 and finite")
         require_field(self, "model.norm_eps", 0 <= self.norm_eps < 1, "from 0 to below 1")
         scaling = self.rope_scaling

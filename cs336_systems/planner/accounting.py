@@ -75,10 +75,14 @@ def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     """Matrix-product operations of one forward pass over num_sequences sequences of `length` tokens.
 
     2 N T for the weights (N from `matmul_parameters`, T tokens), plus 4 length^2 H D / 2 per layer and sequence for
-    causal attention: scores and values take 2 length^2 H D each (Kaplan et al. 2020, table 1); the mask leaves half.
+    causal attention: scores and values take 2 length^2 H D each (Kaplan et al. 2020, table 1); the mask leaves half. A
+    window of w keys leaves w length - w^2 / 2 scores. Documents, which leave fewer, are not considered.
     """
-    half_of_two_products = attention_product_flops(shape, num_sequences, length)
-    return 2 * matmul_parameters(shape) * num_sequences * length + half_of_two_products
+    window = min(shape.window or length, length)
+    full, windowed = shape.num_layers - shape.num_windowed, shape.num_windowed
+    twice_the_scores = full * length * length + windowed * window * (2 * length - window)
+    attention = 2 * twice_the_scores * num_sequences * shape.num_heads * shape.head_size
+    return 2 * matmul_parameters(shape) * num_sequences * length + attention
 
 
 def attention_product_flops(shape: ModelShape, num_sequences: int, length: int) -> int:

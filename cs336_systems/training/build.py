@@ -11,7 +11,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_basics.model import Embedding, LayerCache, Linear, LMHead, TransformerLM
+from cs336_basics.model import Documents, Embedding, LayerCache, Linear, LMHead, TransformerLM
 from cs336_basics.optimizer import AdamW
 
 from ..config.checks import require, shown
@@ -173,9 +173,9 @@ def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
         return
     through_blocks = model.through_blocks
 
-    def in_groups(x: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
+    def in_groups(x: Tensor, cache: list[LayerCache] | None = None, documents: Documents | None = None) -> Tensor:
         for first in range(0, len(model.layers), number):
-            x = checkpointed(through_blocks, x, cache, first, first + number)
+            x = checkpointed(through_blocks, x, cache, first, first + number, documents)
         return x
 
     model.through_blocks = in_groups  # type: ignore[method-assign, assignment]

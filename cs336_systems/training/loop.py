@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cs336_basics.data import gather_sequences
-from cs336_basics.model import TransformerLM
+from cs336_basics.model import Documents, TransformerLM
 from cs336_basics.nn_utils import cross_entropy
 
 from ..config.run import RunConfig
@@ -67,11 +67,21 @@ class Trainer:
     which has the same sequences as with one process. Losses are means over the tokens of all processes, in nats.
     """
 
-    def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: str | torch.device) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        model: TransformerLM,
+        tokens: Tokens,
+        device: str | torch.device,
+        end_of_text: int | None = None,
+    ) -> None:
         self.device = device = with_index(torch.device(device))  # the loader's thread starts on GPU 0: name the GPU
         self.config = config = resolve(config, device)
         self.model = model
         self.context_length = config.model.shape.context_length
+        if config.data.documents and end_of_text is None:
+            raise ValueError("data.documents is true: it must be false without a tokenizer, which has the end of text")
+        self._end_of_text = end_of_text if config.data.documents else None
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)
         narrow = config.train.has_masters and not strategy_of(config).strategy.needs_float32
@@ -108,9 +118,10 @@ class Trainer:
 
     def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The summed loss, from the logits, or chunk by chunk in the head, which then never holds all logits."""
+        documents = None if self._end_of_text is None else Documents.from_tokens(inputs, self._end_of_text)
         if self.config.train.loss_chunk_tokens is None:
-            return self._loss(self.strategy(inputs), targets, reduction="sum")
-        return self.strategy(inputs, targets=targets)
+            return self._loss(self.strategy(inputs, documents=documents), targets, reduction="sum")
+        return self.strategy(inputs, targets=targets, documents=documents)
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step. Returns its metrics. Raises NonFiniteError instead of making a bad update."""

@@ -28,7 +28,9 @@ def check_config(config: RunConfig, device: torch.device) -> None:
     strategy_of(config)
     shape = config.model.shape
     group = shape.num_heads // shape.kv_heads
-    check_attention(config.model.attention, shape.head_size, DTYPES[config.train.precision], device, group)
+    dtype, has_window = DTYPES[config.train.precision], shape.window is not None
+    attention = config.model.attention
+    check_attention(attention, shape.head_size, dtype, device, group, has_window, config.data.documents)
     check_packages(config.log)
 
 

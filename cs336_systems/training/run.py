@@ -58,7 +58,9 @@ class Run:
         self.checkpoints = plan.run_dir / CHECKPOINTS
         self.identity = identity_of(plan.config, data)
         self.env = environment()
-        self.trainer = Trainer(plan.config, initial_model(plan.config, device, weights), data.train, device)
+        end_of_text = None if data.tokenizer is None else data.tokenizer.end_of_text_id
+        model = initial_model(plan.config, device, weights)
+        self.trainer = Trainer(plan.config, model, data.train, device, end_of_text)
         self.first_step = plan.step + 1
         self.saved_step = plan.step if plan.continues_own_folder() else None
         self.validated: tuple[int, float] | None = None

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cs336_basics.model import TransformerLM
+from cs336_basics.model import Documents, TransformerLM, hidden_keys
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.kernels.attention.contract import repeat_heads
 from cs336_systems.kernels.attention.function import FlashFunction
@@ -43,6 +43,8 @@ class Case:
     needs: str = "qkv"
     seed: int = 0
     key_heads: int | None = None  # None: as many as q has
+    window: int | None = None
+    documents: tuple[int, ...] = ()  # their lengths in the first sequence; the others have them in other orders
 
     def __str__(self) -> str:
         given = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
@@ -67,6 +69,16 @@ class Case:
         for name, x in (("q", q), ("k", k), ("v", v)):
             x.requires_grad_(name in self.needs)
         return q, k, v, dO
+
+    def mask(self, device: str) -> dict[str, Any]:
+        """The arguments `window` and `documents`, if it has any."""
+        mask: dict[str, Any] = {} if self.window is None else {"window": self.window}
+        if self.documents:
+            orders = [self.documents[i:] + self.documents[:i] for i in range(math.prod(self.leading[:-1]))]
+            numbers = torch.stack([torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in orders])
+            numbers = numbers.view(*self.leading[:-1], self.n_q)
+            mask["documents"] = Documents.from_numbers(numbers.to(device))
+        return mask
 
 
 def _lay_out(draw: Callable[..., Tensor], leading: tuple[int, ...], n: int, d: int, layout: str) -> Tensor:
@@ -110,6 +122,22 @@ GROUPED_CASES = (
 )
 """The same head of k and v for several heads of q. Not for kernels with `equal_heads`."""
 
+BAND_CASES = tuple(
+    dataclasses.replace(case, is_causal=True)
+    for case in (
+        Case(65, 65, window=1),
+        Case(200, 200, leading=(1, 4), key_heads=2, window=40),
+        Case(129, 129, 64, window=64, largest_score=1e4),  # hidden scores whose exponentials are infinite
+        Case(65, 65, window=1000),
+        Case(130, 130, leading=(3, 2), documents=(1, 64, 2, 63), layout="heads_inside"),
+        Case(200, 200, leading=(2, 4), key_heads=1, documents=(70, 1, 1, 128), expanded_dO=True),
+        Case(150, 150, 40, leading=(2, 1, 2), documents=(100, 50), window=30, needs="kv"),
+        Case(33, 33, leading=(), documents=(33,), needs="q"),
+        Case(17, 17, leading=(2, 1), documents=(1,) * 17),
+    )
+)
+"""Windows and documents. For kernels that serve them."""
+
 CASES: tuple[Case, ...] = (
     *_both(*(Case(n, n) for n in LENGTHS)),
     *_both(*(Case(*n) for n in ((17, 200), (200, 17), (1, 129), (129, 1), (64, 128), (128, 64), (0, 16), (16, 0)))),
@@ -122,6 +150,7 @@ CASES: tuple[Case, ...] = (
     *_both(Case(65, 65, largest_score=1e4)),
     *(Case(33, 33, is_causal=True, needs=needs) for needs in ("q", "k", "v", "qk", "kv")),
     *GROUPED_CASES,
+    *BAND_CASES,
 )
 """The fixed corners, for every kernel and dtype."""
 
@@ -177,17 +206,17 @@ class Truth:
     """The largest score or logsumexp. Both are rounded before their difference becomes an exponent."""
 
 
-def compute_truth(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, is_causal: bool) -> Truth:
+def compute_truth(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, is_causal: bool, **mask: Any) -> Truth:
     """Attention and its gradients in float64."""
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in (q, k, v)]
-    o, logsumexp = attention_with_logsumexp(*wide, is_causal)
+    o, logsumexp = attention_with_logsumexp(*wide, is_causal, **mask)
     results = gradients(o, wide, dO.double())
     logsumexp, (q, k, v) = logsumexp.detach(), (x.detach() for x in wide)
     k, v = repeat_heads(q, k, v)  # the norm of all terms is the same, whatever sums they are in
     scores, dO = q @ k.mT / math.sqrt(q.shape[-1]), dO.double()
     p = (scores - logsumexp[..., None]).exp()
     if is_causal:
-        p = p.tril()
+        p = p.masked_fill(hidden_keys(q.shape[-2], k.shape[-2], q.device, **mask), 0.0)
     # dP and delta are sums of D terms, which may be small while their terms are not.
     dP, delta = ((dO @ v.mT) ** 2 + dO**2 @ (v**2).mT).sqrt(), dO * results["o"]
     delta = (delta.sum(-1, keepdim=True) ** 2 + delta.square().sum(-1, keepdim=True)).sqrt()
@@ -216,12 +245,12 @@ def gradients(o: Tensor, q_k_v: list[Tensor], dO: Tensor) -> dict[str, Tensor]:
     return {"o": o.detach(), **dict(zip(needed, found, strict=True))}
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **mask: Any) -> Tensor:
     """PyTorch's plain computation, every step in the inputs' dtype: the yardstick."""
     k, v = repeat_heads(q, k, v)
     scores = (q / math.sqrt(q.shape[-1])) @ k.mT
     if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+        scores = scores.masked_fill(hidden_keys(q.shape[-2], k.shape[-2], q.device, **mask), -math.inf)
     return scores.softmax(dim=-1) @ v
 
 
@@ -230,20 +259,40 @@ def check_case(
 ) -> None:
     """Compare o, the gradients and, if the kernel saves it, the logsumexp with the truth."""
     q, k, v, dO = case.inputs(dtype, device)
+    mask = case.mask(device)
     before = [x.detach().clone() for x in (q, k, v, dO)]
-    o = attention(q, k, v, case.is_causal)
-    truth = compute_truth(q, k, v, dO, case.is_causal)
+    o = attention(q, k, v, case.is_causal, **mask)
+    truth = compute_truth(q, k, v, dO, case.is_causal, **mask)
     saved = saved_logsumexp(o, q)
     if saved is not None:
         check_logsumexp(saved, truth, dtype)
     results = gradients(o, [q, k, v], dO)
-    plain = gradients(plain_attention(q, k, v, case.is_causal), [q, k, v], dO)
+    plain = gradients(plain_attention(q, k, v, case.is_causal, **mask), [q, k, v], dO)
     for name, expected in truth.results.items():
         check_close(name, results[name], expected, plain[name], truth, times_plain)
         like = {"o": q, "dq": q, "dk": k, "dv": v}[name]
         assert (results[name].shape, results[name].dtype) == (like.shape, like.dtype), name
     for name, x, was in zip(("q", "k", "v", "dO"), (q, k, v, dO), before, strict=True):
         assert torch.equal(x, was), f"{name} was written to"
+
+
+def check_hidden_tiles_are_skipped(
+    attention: Callable[..., Tensor], dtype: torch.dtype, d: int, device: str = "cpu"
+) -> None:
+    """Numbers that the middle third does not see are NaN, which would spread from tiles that are only masked."""
+    documents = Documents.from_numbers(torch.arange(768, device=device) // 256)
+    for mask in ({"window": 128}, {"documents": documents}):
+        results = []
+        for poison in (0.0, math.nan):
+            q, k, v, dO = (x.detach() for x in Case(768, 768, d, leading=(1,)).inputs(dtype, device))
+            k[:, :128], v[:, :128], q[:, 640:], dO[:, 640:] = poison, poison, poison, poison
+            inputs = [x.requires_grad_() for x in (q, k, v)]
+            results.append(gradients(attention(*inputs, True, **mask), inputs, dO))
+        for name in NAMES:
+            clean, poisoned = (each[name][:, 256:512].float() for each in results)
+            # Keys and queries near an end of the window's third are seen from beyond it.
+            rows = slice(128, None) if name in ("o", "dq") else slice(None, 128)
+            torch.testing.assert_close(poisoned[:, rows], clean[:, rows], msg=f"{name}, {mask}")
 
 
 def check_close(
@@ -275,7 +324,8 @@ def saved_logsumexp(o: Tensor, q: Tensor) -> Tensor | None:
     """The logsumexp that a kernel made by `flash_function` saves for its backward pass; None for any other kernel."""
     if not issubclass(getattr(o.grad_fn, "_forward_cls", object), FlashFunction):
         return None
-    found = [x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1]]
+    saved = (x for x in o.grad_fn.saved_tensors if x is not None and x.is_floating_point())
+    found = [x for x in saved if x.shape == q.shape[:-1]]
     assert len(found) == 1, f"{len(found)} saved tensors have the logsumexp's shape"
     return found[0]
 
@@ -318,6 +368,8 @@ class KernelTests:
     max_head_size: int = 256
     equal_heads: bool = False
     """Whether the kernel refuses fewer heads of k and v."""
+    bands: bool = True
+    """Whether the kernel serves windows and documents."""
     random_examples: int = 30
     times_plain: float = 2
 
@@ -326,6 +378,7 @@ class KernelTests:
         if "case" in metafunc.fixturenames:
             cases = [case for case in cls.cases if case.d <= cls.max_head_size]
             cases = [case for case in cases if case.key_heads is None or not cls.equal_heads]
+            cases = [case for case in cases if not (case.window or case.documents) or cls.bands]
             metafunc.parametrize("case", cases, ids=str)
         if "dtype" in metafunc.fixturenames:
             metafunc.parametrize("dtype", cls.dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -14,9 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cs336_basics.model import Documents
 from cs336_systems.kernels import adamw
 from cs336_systems.kernels.attention import flash_triton
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
+from cs336_systems.kernels.attention.contract import band_of
 from cs336_systems.kernels.attention.flash_triton_tiles import Tile, tile_key, tile_table
 
 WAYS = (
@@ -29,11 +31,15 @@ WAYS = (
 """Compute capability, head size, dtype, how tiles are moved."""
 
 
-def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, move: str, tile: Tile, G: int = 1) -> ASTSource:
+def source(
+    kernel: Any, phase: str, d: int, dtype: torch.dtype, move: str, tile: Tile, G: int = 1, band: str = "none"
+) -> ASTSource:
     element = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     rows = {"q_": tile.BM, "o_": tile.BM, "do_": tile.BM, "dq_": tile.BM}
     tma, precision = move == "descriptors", flash_triton._precision(torch.empty(0, dtype=dtype))
-    values = dict(tile._asdict(), D=d, D_PAD=d, G=G, CAUSAL=True, MOVE=move, PRECISION=precision, NEED_DQ=True)
+    values = dict(
+        tile._asdict(), D=d, D_PAD=d, G=G, CAUSAL=True, BAND=band, MOVE=move, PRECISION=precision, NEED_DQ=True
+    )
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -44,6 +50,8 @@ def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, move: str, tile:
             attributes.update({(i, j): divisible for j in range(3)})
         elif name == "VECTORS" and tma and phase == "dkv":
             signature[name] = f"tensordesc<fp32[1, {tile.BM}]>"
+        elif name.startswith("DOCUMENT"):
+            signature[name], attributes[i,] = "*i32", divisible
         elif name in ("L", "VECTORS"):
             signature[name], attributes[i,] = "*fp32", divisible
         elif name.endswith("_") and tma:
@@ -52,7 +60,7 @@ def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, move: str, tile:
             signature[name], attributes[i,] = f"*{element}", divisible
         elif name == "scale":
             signature[name] = "fp32"
-        elif name in ("H", "N_q", "N_k", "GROUP"):
+        elif name in ("H", "N_q", "N_k", "WINDOW", "GROUP"):
             signature[name] = "i32"
         else:
             signature[name], constants[i,] = "constexpr", values[name]
@@ -103,19 +111,24 @@ def compile_gluon() -> None:
     triton.runtime.driver.set_active(Hopper())
     flash_triton._heads_together = lambda tiled, looped_over, parts: 8  # asks the device, as does the next one
     flash_triton._num_multiprocessors = lambda x: 132
-    for d, dtype, is_causal, key_heads in (
-        (64, torch.bfloat16, True, 3),
-        (128, torch.bfloat16, True, 3),
-        (80, torch.float16, False, 1),
+    documents = Documents.from_numbers(torch.zeros(2, 333))
+    for d, dtype, is_causal, key_heads, band in (
+        (64, torch.bfloat16, True, 3, None),
+        (128, torch.bfloat16, True, 3, None),
+        (80, torch.float16, False, 1, None),
+        (64, torch.bfloat16, True, 1, band_of(None, documents)),
+        (128, torch.bfloat16, True, 3, band_of(100, documents)),
     ):
-        q, k = torch.zeros(2, 3, 100, d, dtype=dtype), torch.zeros(2, key_heads, 333, d, dtype=dtype)
+        q = torch.zeros(2, 3, 100 if band is None else 333, d, dtype=dtype)
+        k = torch.zeros(2, key_heads, 333, d, dtype=dtype)
         x = dict(q_=q, k_=k, v_=k, o_=q, do_=q, dq_=q, dk_=k, dv_=k)
-        more = dict(L=torch.zeros(2, 3, 100), COUNTER=torch.zeros(1, dtype=torch.int32))
+        more = dict(L=torch.zeros(q.shape[:-1]), COUNTER=torch.zeros(1, dtype=torch.int32))
+        flash_triton._add_documents(more, band)
         more |= dict(STARTS=flash_triton.new_vectors(q), DQ=flash_triton.new_sums(q))
         for phase in ("forward", "prepare", "gradients", "finish"):
-            launch = flash_triton.gluon_launch(phase, x, is_causal)
+            launch = flash_triton.gluon_launch(phase, x, is_causal, band)
             compiled = launch._kernel.warmup(*launch.arguments(x | more), grid=(6,), **launch.options)
-            case = phase, d, dtype
+            case = phase, d, dtype, flash_triton._kind(band)
             if phase in ("forward", "gradients"):
                 assert "setmaxnreg.dec" in compiled.asm["ptx"], case
                 assert compiled.metadata.shared <= SHARED_MEMORY[90], case

@@ -225,7 +225,9 @@ def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> N
         raise errors[0]
 
 
-def _load(pointer: Pointer, mask: Tensor, other: float) -> Tensor:
+def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+    if mask is None:
+        return pointer.x.view(-1)[pointer.offset.long()]
     found = torch.full(mask.shape, other, dtype=pointer.x.dtype)
     found[mask] = pointer.x.view(-1)[pointer.offset[mask]]
     return found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kernels import gluon_interpreter
-from tests.kernels.attention_cases import Case, check_case
+from tests.kernels.attention_cases import Case, check_case, check_hidden_tiles_are_skipped
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 flash_triton = pytest.importorskip("cs336_systems.kernels.attention.flash_triton")
@@ -164,6 +164,27 @@ def test_keys_whose_scores_are_minus_infinity_weigh_nothing() -> None:
 def test_groups_equal_the_truth(case: Case, launched: list[str]) -> None:
     check_case(flash_triton.flash_triton, case, torch.bfloat16, "cpu")
     assert launched == (ALL if case.needs == "qkv" else ["forward_kernel", "dq_kernel", "dkv_kernel"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 300, 64, is_causal=True, window=100),
+        Case(300, 300, 128, leading=(2, 2), is_causal=True, window=150),
+        Case(400, 400, 64, leading=(2, 2), key_heads=1, is_causal=True, documents=(100, 130, 1, 169)),
+        Case(400, 400, 128, leading=(2, 2), is_causal=True, documents=(200, 1, 199), window=140),
+    ],
+    ids=str,
+)
+def test_windows_and_documents_equal_the_truth(case: Case, launched: list[str]) -> None:
+    check_case(flash_triton.flash_triton, case, torch.bfloat16, "cpu")
+    assert launched == ALL
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_hidden_tiles_are_skipped(d: int, launched: list[str]) -> None:
+    check_hidden_tiles_are_skipped(flash_triton.flash_triton, torch.bfloat16, d)
+    assert launched == ALL * 4
 
 
 BETWEEN_HEADS = {

@@ -14,6 +14,7 @@ import torch
 from cs336_systems.kernels.attention.function import Saved, new_gradients
 from cs336_systems.kernels.attention.reference import naive
 from tests.kernels.attention_cases import (
+    BAND_CASES,
     CASES,
     LARGE_CASES,
     LAYOUTS,
@@ -21,6 +22,7 @@ from tests.kernels.attention_cases import (
     Case,
     FlashKernelTests,
     check_case,
+    check_hidden_tiles_are_skipped,
     gradients,
 )
 
@@ -412,6 +414,21 @@ def test_the_first_call_takes_ten_seconds_with_an_empty_cache_and_one_with_a_ful
 )
 def test_every_way_serves_groups_interpreted(case: Case) -> None:
     check_case(flash_triton.flash_triton, case, torch.float32, "cpu")
+
+
+@on_cpu_only
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("case", BAND_CASES, ids=str)
+def test_every_way_serves_windows_and_documents_interpreted(case: Case) -> None:
+    check_case(flash_triton.flash_triton, case, torch.float32, "cpu")
+
+
+@on_cpu_only
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_hidden_tiles_are_skipped_interpreted() -> None:
+    check_hidden_tiles_are_skipped(flash_triton.flash_triton, torch.float32, 16)
 
 
 @on_cpu_only

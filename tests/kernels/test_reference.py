@@ -79,16 +79,16 @@ class TestVectorizedTorchOnGpu(KernelTests):
 
 
 def test_the_mask_is_kept_and_can_be_trained_with_after_inference() -> None:
-    reference._cached_hidden_pairs.cache_clear()
+    reference._cached_hidden_keys.cache_clear()
     q, k, v = (torch.randn(2, 9, 4, requires_grad=True) for _ in range(3))
     with torch.inference_mode():
         vectorized_torch(q, k, v, True)
     vectorized_torch(q, k, v, True).sum().backward()
-    info = reference._cached_hidden_pairs.cache_info()
+    info = reference._cached_hidden_keys.cache_info()
     assert (info.misses, info.hits) == (1, 1)
     for n in range(2 * info.maxsize):
         vectorized_torch(q[:, :n], k, v, True)
-    assert reference._cached_hidden_pairs.cache_info().currsize == info.maxsize
+    assert reference._cached_hidden_keys.cache_info().currsize == info.maxsize
 
 
 def bottom_right(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:

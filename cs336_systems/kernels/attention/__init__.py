@@ -2,11 +2,12 @@
 
 import importlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cs336_basics.model import Attention
+from cs336_basics.model import Attention, Documents
 
 from ...config.checks import import_object, is_import_path, require
 
@@ -54,11 +55,25 @@ class _Kernels(Mapping[str, Attention]):
 ATTENTION = _Kernels()
 
 
+def _auto(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """sdpa, but on a GPU flash_triton for a window and documents: PyTorch's kernels would compute what they hide."""
+    name = "sdpa" if (window is None and documents is None) or not q.is_cuda else "flash_triton"
+    return ATTENTION[name](q, k, v, is_causal, window=window, documents=documents)
+
+
 def get_attention(name: str) -> Attention:
     """The kernel registered as `name`, or your own at "module:function". "auto" leaves the choice to PyTorch.
 
     On an H200 PyTorch chooses cuDNN, which is ahead of flash_triton in the rows of results/h200/kernels.jsonl. On a CPU
-    no kernel here is faster.
+    no kernel here is faster. Windows and documents are flash_triton's on a GPU.
 
     Raises ValueError naming `model.attention` if no kernel has the name or its module cannot be imported. A kernel that
     needs a GPU or a package raises its error when it is called; `check_attention` calls it.
@@ -68,7 +83,7 @@ def get_attention(name: str) -> Attention:
         require(callable(attention), "model.attention", name, "a function, attention(q, k, v, is_causal)")
         return attention
     if name == "auto":
-        name = "sdpa"
+        return _auto
     require(name in ATTENTION, "model.attention", name, f"auto or one of {', '.join(ATTENTION)}, or module:function")
     try:
         return ATTENTION[name]
@@ -76,15 +91,26 @@ def get_attention(name: str) -> Attention:
         raise ValueError(f"model.attention is {name!r}, which cannot be imported here: {error}") from error
 
 
-def check_attention(name: str, head_size: int, dtype: torch.dtype, device: torch.device, group: int = 1) -> None:
+def check_attention(
+    name: str,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: int = 1,
+    has_window: bool = False,
+    has_documents: bool = False,
+) -> None:
     """Call the kernel once on small tensors. Raises ValueError naming `model.attention` if it cannot serve them.
 
     group: query heads for each head of keys and values.
     """
     attention = get_attention(name)
     q = torch.zeros(1, group, 16, head_size, device=device, dtype=dtype)
+    limits: dict[str, Any] = {"window": 4} if has_window else {}
+    if has_documents:
+        limits["documents"] = Documents.from_numbers(torch.zeros(1, 16, device=device))
     try:
-        o = attention(q, q[:, :1], q[:, :1], True)
+        o = attention(q, q[:, :1], q[:, :1], True, **limits)
     except Exception as error:  # a kernel from outside may raise anything
         raise ValueError(f"model.attention is {name!r}, which cannot be used here: {error}") from error
     is_like_q = isinstance(o, Tensor) and (o.shape, o.dtype) == (q.shape, q.dtype)

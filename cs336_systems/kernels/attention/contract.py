@@ -4,12 +4,39 @@ Shapes: B batch, H heads, N_q queries, N_k keys, D head size. See `docs/design.m
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from cs336_basics.model import Documents
+
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Band(NamedTuple):
+    """A limit on how far back a query sees: a window, documents, or both. N queries and N keys.
+
+    Query i sees the keys from max(starts[i], i - window + 1) to i. Both ends of the range grow with i, so a key is seen
+    by a range of queries too: key j by the queries from j to min(ends[j], j + window) - 1.
+    """
+
+    window: int | None = None
+    starts: Int[Tensor, "... N"] | None = None
+    ends: Int[Tensor, "... N"] | None = None
+
+    @property
+    def documents(self) -> Documents | None:
+        """The documents as the contract has them."""
+        return None if self.starts is None or self.ends is None else Documents(self.starts, self.ends)
+
+
+def band_of(window: int | None, documents: Documents | None) -> Band | None:
+    """A call's band; None if it has neither a window nor documents."""
+    if window is None and documents is None:
+        return None
+    return Band(window, *(documents or (None, None)))
 
 
 def check_qkv(
@@ -67,6 +94,24 @@ def _check_heads(of_q: int, of_k: int, of_v: int, equal_heads: str | None) -> No
         raise ValueError(f"k has {of_k} heads: {equal_heads} needs as many as q has, which are {of_q}")
 
 
+def check_band(q: Tensor, k: Tensor, is_causal: bool, band: Band | None) -> None:
+    """Raise a ValueError with the argument, its value and the accepted values, if a window or documents do not fit."""
+    if band is None:
+        return
+    if not is_causal or q.shape[-2] != k.shape[-2]:
+        given = f"is_causal is {is_causal} with {q.shape[-2]} queries and {k.shape[-2]} keys"
+        raise ValueError(f"{given}: a window and documents need True and as many of both")
+    if band.window is not None and (type(band.window) is not int or band.window < 1):
+        raise ValueError(f"window is {band.window!r}: it must be a whole number of keys, at least 1")
+    for name, x in (("starts", band.starts), ("ends", band.ends)):
+        expected = (*q.shape[:-3], q.shape[-2])
+        if x is not None and (x.shape != expected or x.dtype != torch.int32 or x.device != q.device):
+            raise ValueError(
+                f"documents.{name} is {tuple(x.shape)}, {x.dtype}, on {x.device}: "
+                f"it must be {expected}, torch.int32, on q's device, which is {q.device}"
+            )
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise a ValueError naming the argument that is not a dense tensor."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -104,19 +149,25 @@ def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:
     return x[(None,) * (4 - x.ndim)]
 
 
-def visible_pairs(n_q: int, n_k: int, is_causal: bool) -> int:
-    """The number of (query, key) pairs the mask leaves: N_q N_k, or the sum of min(i + 1, N_k) over queries i < N_q."""
+def visible_pairs(n_q: int, n_k: int, is_causal: bool, window: int | None = None) -> int:
+    """The number of (query, key) pairs the mask leaves: N_q N_k, or the sum of min(i + 1, N_k) over queries i < N_q.
+
+    With a window, which needs N_q = N_k, the sum of min(i + 1, window).
+    """
     if not is_causal:
         return n_q * n_k
-    triangle = min(n_q, n_k)
-    return triangle * (triangle + 1) // 2 + (n_q - triangle) * n_k
+    most = n_k if window is None else min(n_k, window)
+    triangle = min(n_q, most)
+    return triangle * (triangle + 1) // 2 + (n_q - triangle) * most
 
 
-def attention_flops(q_shape: Sequence[int], n_k: int, is_causal: bool, products: int = 2) -> int:
+def attention_flops(
+    q_shape: Sequence[int], n_k: int, is_causal: bool, products: int = 2, window: int | None = None
+) -> int:
     """Operations of `products` matrix products over the visible pairs: 2 D per pair and product.
 
     The forward pass has 2 products (scores, values), the backward pass 5 (scores, dV, dP, dQ, dK). A kernel's further
-    recomputation is not useful work and is not counted.
+    recomputation is not useful work and is not counted. Documents count as one: their lengths are on the device.
     """
     *leading, n_q, d = q_shape
-    return products * 2 * d * visible_pairs(n_q, n_k, is_causal) * torch.Size(leading).numel()
+    return products * 2 * d * visible_pairs(n_q, n_k, is_causal, window) * torch.Size(leading).numel()

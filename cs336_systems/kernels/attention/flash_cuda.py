@@ -68,7 +68,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
 
 def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; those that are not needed have no elements."""
-    q, k, v, o, logsumexp, is_causal = saved
+    q, k, v, o, logsumexp, is_causal, _ = saved
     dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
     statistics = q.new_empty(*logsumexp.shape, 2, dtype=torch.float32)
     tensors = dict(q=q, k=k, v=v, o=o, d_o=dO, logsumexp=logsumexp, statistics=statistics, dq=dq, dk=dk, dv=dv)

@@ -55,6 +55,7 @@ from .flash_gluon_common import (
     ROWS,
     STAGES,
     add_out,
+    after_query,
     barriers,
     copy_in,
     load_tile,
@@ -135,21 +136,26 @@ def finish_kernel(dq_, DQ, dq_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl
 
 
 @gluon.jit
-def _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
-    """b, h, bh and the first key of a tile of keys, the first tile of queries that sees it, and the number of these."""
+def _place(
+    tile, H, N_q, N_k, band, TILES, GROUP,
+    QUERIES: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
+    """b, h, bh and the first key of a tile of keys, and the tiles of queries that see it, from `first` to `count`."""
     block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H // G, GROUP)
     n0 = block * BLOCK
     count = gl.cdiv(N_q, QUERIES)
     first = 0
     if CAUSAL:
         first = gl.minimum(n0 // QUERIES, count)
+    if BAND != "none":
+        count = gl.minimum(gl.cdiv(after_query(n0 + BLOCK - 1, b, band, N_q, BAND), QUERIES), count)
     return b, h, bh, n0, first, count
 
 
 @gluon.jit
-def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
     """Load the keys and values, then the tiles of queries in the order in which the warpgroups read them."""
-    descs, buffers, bars, COUNTER, _, H, N_q, N_k, TILES, GROUP = work
+    descs, buffers, bars, COUNTER, _, H, N_q, N_k, band, TILES, GROUP = work
     q_, k_, v_, do_, _, _, STARTS, _ = descs
     k, v, q_buffers, do_buffers, s_starts, dp_starts, _, _, tiles = buffers
     tile_ready, kv_ready, kv_empty, ready, empty, _ = bars
@@ -158,7 +164,7 @@ def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
     num_heads = TILES // gl.cdiv(N_k, BLOCK) * G
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES, G, CAUSAL)
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, QUERIES, G, CAUSAL, BAND)
         mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)
         mbarrier.expect(kv_ready.index(0), 2 * k_.block_type.nbytes)
         load_tile(k_, b, h, n0, k, kv_ready.index(0))
@@ -188,7 +194,7 @@ def _start_tile(a, b, starts):
 
 
 @gluon.jit
-def _probabilities(s, first_key, m0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
+def _probabilities(s, first_key, m0, limit, sc, N_k, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr):
     p = gl.exp2(s * sc)
     if MASKED:  # after exp2, which may be infinite where a masked score is above the logsumexp
         keys = first_key + gl.arange(0, _ROWS, _KEY)
@@ -196,6 +202,8 @@ def _probabilities(s, first_key, m0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.c
         if CAUSAL:
             rows = m0 + gl.arange(0, 64, _QUERY)
             seen = seen & (rows[None, :] >= keys[:, None])
+            if BAND != "none":
+                seen = seen & (rows[None, :] < limit[:, None])
         p = gl.where(seen, p, 0.0)
     return p
 
@@ -235,8 +243,8 @@ def _add_to_dq(DQ, block, buffer):
 
 @gluon.jit
 def _loop_in_halves(
-    k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, dq_block,
-    LEFT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, limit, dq_block,
+    LEFT: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 128 queries from lo to hi, where D_PAD is 64: the first 64 queries, then the others.
 
@@ -244,7 +252,7 @@ def _loop_in_halves(
     other. A fence waits until stores to shared memory are done, so each stands behind the start of more products: TMA
     adds the dQ of a tile while the next tile but one runs.
     """
-    descs, buffers, bars, _, scale, _, _, N_k, _, _ = work
+    descs, buffers, bars, _, scale, _, _, N_k, _, _, _ = work
     all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, _ = buffers
     _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
@@ -260,7 +268,7 @@ def _loop_in_halves(
         if t > first + 1:
             _add_to_dq(descs[7], dq_block + (t - 2) * _GROUPS, dq_buffers.index(group))
         s = warpgroup_mma_wait(1, [s])
-        p = _probabilities(s, first_key, t * 128, sc, N_k, CAUSAL, MASKED)
+        p = _probabilities(s, first_key, t * 128, limit, sc, N_k, CAUSAL, BAND, MASKED)
         dp = warpgroup_mma_wait(0, [dp])
         ds = (p * dp).to(q.dtype)
         wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
@@ -272,7 +280,7 @@ def _loop_in_halves(
         dp = _start_tile(v, do2, dp_start.slice(64, 64))
         dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group)
         s, dv, dk = warpgroup_mma_wait(2, [s, dv, dk])
-        p = _probabilities(s, first_key, t * 128 + 64, sc, N_k, CAUSAL, MASKED)
+        p = _probabilities(s, first_key, t * 128 + 64, limit, sc, N_k, CAUSAL, BAND, MASKED)
         dp = warpgroup_mma_wait(1, [dp])
         ds = (p * dp).to(q.dtype)
         ds_buffer.slice(64, 64, 1).store(ds)
@@ -289,11 +297,11 @@ def _loop_in_halves(
 
 @gluon.jit
 def _loop(
-    k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, dq_block,
-    LEFT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, limit, dq_block,
+    LEFT: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 64 queries from lo to hi, where D_PAD is 128."""
-    descs, buffers, bars, _, scale, _, _, N_k, _, _ = work
+    descs, buffers, bars, _, scale, _, _, N_k, _, _, _ = work
     all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, _ = buffers
     _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
@@ -305,7 +313,7 @@ def _loop(
         s = _start_tile(k, q, s_starts.index(stage))
         dp = _start_tile(v, do, dp_starts.index(stage))
         s = warpgroup_mma_wait(1, [s])
-        p = _probabilities(s, first_key, t * 64, sc, N_k, CAUSAL, MASKED)
+        p = _probabilities(s, first_key, t * 64, limit, sc, N_k, CAUSAL, BAND, MASKED)
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, [dp])
         ds = (p * dp).to(q.dtype)
@@ -325,12 +333,14 @@ def _loop(
 
 
 @gluon.jit
-def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
+def _consumer(
+    work, group: gl.constexpr, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr
+):
     """One warpgroup: dk and dv of its keys, and its blocks of DQ. Keys beyond N_k give rows that are not stored."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     LOOP: gl.constexpr = _loop_in_halves if D_PAD == 64 else _loop
-    descs, buffers, bars, _, scale, H, N_q, N_k, TILES, GROUP = work
+    descs, buffers, bars, _, scale, H, N_q, N_k, band, TILES, GROUP = work
     dk_, dv_, DQ = descs[4], descs[5], descs[7]
     all_k, all_v, q_buffers, _, _, _, ds_buffers, dq_buffers, tiles = buffers
     tile_ready, kv_ready, kv_empty, _, empty, ds_ready = bars
@@ -338,8 +348,11 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, G: gl.constexpr, C
     buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES, G, CAUSAL)
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, QUERIES, G, CAUSAL, BAND)
         first_key = n0 + group * _ROWS
+        limit = first_key
+        if BAND != "none":
+            limit = after_query(first_key + gl.arange(0, _ROWS, _KEY), b, band, N_q, BAND)
         mbarrier.wait(kv_ready.index(0), i & 1)
         dk = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
         dv = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
@@ -363,12 +376,22 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, G: gl.constexpr, C
                 masked = gl.minimum(first + BLOCK // QUERIES, count)
             if n0 + BLOCK > N_k:
                 masked = count
+            inner = count  # the first tile of queries after those that need no mask
+            if BAND != "none":
+                inner = gl.minimum(gl.maximum(after_query(n0, b, band, N_q, BAND) // QUERIES, masked), count)
             dk, dv = LOOP(
-                k, v, dk, dv, work, group, passes, start, first, first, masked, first_key, dq_block, LEFT, CAUSAL, True
-            )
+                k, v, dk, dv, work, group, passes, start, first, first, masked, first_key, limit, dq_block,
+                LEFT, CAUSAL, BAND, True,
+            )  # fmt: skip
             dk, dv = LOOP(
-                k, v, dk, dv, work, group, passes, start, first, masked, count, first_key, dq_block, LEFT, CAUSAL, False
-            )
+                k, v, dk, dv, work, group, passes, start, first, masked, inner, first_key, limit, dq_block,
+                LEFT, CAUSAL, BAND, False,
+            )  # fmt: skip
+            if BAND != "none":
+                dk, dv = LOOP(
+                    k, v, dk, dv, work, group, passes, start, first, inner, count, first_key, limit, dq_block,
+                    LEFT, CAUSAL, BAND, True,
+                )  # fmt: skip
             start += count - first
             if count > first:
                 if D_PAD == 64 and count > first + 1:
@@ -389,8 +412,8 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, G: gl.constexpr, C
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def gradients_kernel(
-    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, COUNTER, scale, H, N_q, N_k, TILES, GROUP,
-    D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
+    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, COUNTER, DOCUMENT_ENDS, scale, H, N_q, N_k, WINDOW, TILES, GROUP,
+    D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of this program's tiles of keys, and their part of DQ."""
     dtype: gl.constexpr = q_.dtype
@@ -414,12 +437,13 @@ def gradients_kernel(
     descs = (q_, k_, v_, do_, dk_, dv_, STARTS, DQ)
     buffers = (k, v, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, tiles)
     bars = (tile_ready, kv_ready, kv_empty, ready, empty, ds_ready)
-    work = (descs, buffers, bars, COUNTER, scale, H, N_q, N_k, TILES, GROUP)
+    band = (DOCUMENT_ENDS, DOCUMENT_ENDS, WINDOW)  # the starts are not used
+    work = (descs, buffers, bars, COUNTER, scale, H, N_q, N_k, band, TILES, GROUP)
     gl.warp_specialize(
         [
-            (_consumer, (work, 0, D_PAD, G, CAUSAL)),
-            (_consumer, (work, 1, D_PAD, G, CAUSAL)),
-            (_producer, (work, D_PAD, G, CAUSAL)),
+            (_consumer, (work, 0, D_PAD, G, CAUSAL, BAND)),
+            (_consumer, (work, 1, D_PAD, G, CAUSAL, BAND)),
+            (_producer, (work, D_PAD, G, CAUSAL, BAND)),
         ],
         [4, 1],
         REGISTERS,

@@ -68,7 +68,8 @@ MAX_REGISTERS = 168
 """Per thread: 65,536 over 12 warps. The kernels redistribute them."""
 REGISTERS = gl.constexpr([240, 24])
 """Per thread of the second warpgroup and of the warp that loads; the first warpgroup gets the rest, 240 too."""
-LENGTHS = ["H", "N_q", "N_k", "TILES", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
+LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "GROUP"]
+"""No kernel is recompiled for a length of 1 or a multiple of 16."""
 _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -95,6 +96,27 @@ def key_head(head, G: gl.constexpr):
 def query_head(head_of_keys, g, G: gl.constexpr):
     """The g-th of the G query heads of a key head: for h as for bh."""
     return head_of_keys * G + g
+
+
+@gluon.jit
+def first_key(row, b, band, N, BAND: gl.constexpr):
+    """As `_first_key` of the Triton kernels."""
+    starts, _, window = band
+    row = gl.minimum(row, N - 1)
+    first = gl.maximum(row - window + 1, 0)
+    if BAND == "documents":
+        first = gl.maximum(first, gl.load(starts + b.to(gl.int64) * N + row))
+    return first
+
+
+@gluon.jit
+def after_query(column, b, band, N, BAND: gl.constexpr):
+    """As `_after_query` of the Triton kernels."""
+    _, ends, window = band
+    after = column + window
+    if BAND == "documents":
+        after = gl.minimum(after, gl.load(ends + b.to(gl.int64) * N + gl.minimum(column, N - 1)))
+    return after
 
 
 @gluon.jit

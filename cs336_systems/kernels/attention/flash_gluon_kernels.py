@@ -37,6 +37,7 @@ from .flash_gluon_common import (
     ROWS,
     STAGES,
     barriers,
+    first_key,
     key_head,
     load_tile,
     next_tile,
@@ -56,15 +57,23 @@ _LN_2 = gl.constexpr(math.log(2))
 
 
 @gluon.jit
-def _place(tile, H, N_q, N_k, TILES, GROUP, CAUSAL: gl.constexpr):
-    """b, h, bh and the first query of a tile, and the number of tiles of keys that it sees."""
+def _place(tile, H, N_q, N_k, band, TILES, GROUP, CAUSAL: gl.constexpr, BAND: gl.constexpr):
+    """b, h, bh and the first query of a tile, and its tiles of keys, from `begin` to `count`.
+
+    Its queries see all keys of the tiles from `inner` on, except for those of the last one.
+    """
     num_blocks = gl.cdiv(N_q, BLOCK)
     block, b, h, bh = place(tile, TILES, num_blocks, H, GROUP)
     m0 = (num_blocks - 1 - block) * BLOCK
     end = N_k
     if CAUSAL:
         end = gl.minimum(m0 + BLOCK, N_k)
-    return b, h, bh, m0, gl.cdiv(end, _BN)
+    count = gl.cdiv(end, _BN)
+    begin, inner = 0, 0
+    if BAND != "none":
+        begin = first_key(m0, b, band, N_k, BAND) // _BN
+        inner = gl.minimum(gl.cdiv(first_key(m0 + BLOCK - 1, b, band, N_k, BAND), _BN), count - 1)
+    return b, h, bh, m0, begin, inner, count
 
 
 @gluon.jit
@@ -77,15 +86,15 @@ def _load_next(desc, b, h, row, buffers, ready, empty, step):
 
 
 @gluon.jit
-def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
     """Load the tiles in the order in which the warpgroups read them: the last keys come first."""
-    descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, TILES, GROUP = work
+    descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, band, TILES, GROUP = work
     q_, k_, v_, _ = descs
     q_buffers, k_buffers, v_buffers, _, tiles = buffers
     tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, _bh, m0, count = _place(tile, H, N_q, N_k, TILES, GROUP, CAUSAL)
+        b, h, _bh, m0, begin, _inner, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, CAUSAL, BAND)
         for group in gl.static_range(_GROUPS):
             mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
             bar = q_ready.index(group)
@@ -93,12 +102,12 @@ def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr):
             load_tile(q_, b, h, m0 + group * _ROWS, q_buffers.index(group), bar)
         kv_head = key_head(h, G)
         _load_next(k_, b, kv_head, (count - 1) * _BN, k_buffers, k_ready, k_empty, start)
-        for j in range(count - 1, 0, -1):
+        for j in range(count - 1, begin, -1):
             step = start + count - 1 - j
             _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, k_empty, step + 1)
             _load_next(v_, b, kv_head, j * _BN, v_buffers, v_ready, v_empty, step)
-        start += count
-        _load_next(v_, b, kv_head, 0, v_buffers, v_ready, v_empty, start - 1)
+        start += count - begin
+        _load_next(v_, b, kv_head, begin * _BN, v_buffers, v_ready, v_empty, start - 1)
         tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
 
@@ -120,7 +129,9 @@ def _start_output(p, acc, v_buffers, v_ready, step):
 
 
 @gluon.jit
-def _softmax(s, total, m, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
+def _softmax(
+    s, total, m, first_row, n0, limit, sc, N_k, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr
+):
     """One step of the online softmax: the probabilities, the factor of the output so far, total and m."""
     if MASKED:
         columns = n0 + gl.arange(0, _BN, _COLUMN)
@@ -128,6 +139,8 @@ def _softmax(s, total, m, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: 
         if CAUSAL:
             rows = first_row + gl.arange(0, _ROWS, _ROW)
             seen = seen & (rows[:, None] >= columns[None, :])
+        if BAND != "none":
+            seen = seen & (columns[None, :] >= limit[:, None])
         s = gl.where(seen, s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * sc)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far is above -inf; -inf - -inf is NaN
@@ -138,16 +151,16 @@ def _softmax(s, total, m, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: 
 
 @gluon.jit
 def _loop(
-    q, p, acc, total, m, buffers, bars, group: gl.constexpr, i, end, count, first_row, sc, N_k,
-    OUTPUT: gl.constexpr, CAUSAL: gl.constexpr,
+    q, p, acc, total, m, buffers, bars, group: gl.constexpr, i, end, lo, hi, first_row, limit, sc, N_k,
+    OUTPUT: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of keys but the last, which was first. Their steps end before `end`.
+    """The tiles of keys from lo to hi, the last one first. Tile j has step end - 1 - j, and needs no causal mask.
 
     p has the probabilities of the tile before, not yet multiplied with v.
     """
     _, k_buffers, v_buffers, _, _ = buffers
     _, q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = bars
-    for j in range(count - 2, -1, -1):
+    for j in range(hi - 1, lo - 1, -1):
         step = end - 2 - j
         # The first turn is the first group's. A tile has one turn less than steps.
         mbarrier.wait(turns.index(group), (step - i) & 1 ^ 1 ^ group)
@@ -155,7 +168,7 @@ def _loop(
         output = _start_output(p, acc, v_buffers, v_ready, step)
         mbarrier.arrive(turns.index(1 - group))
         s = warpgroup_mma_wait(1, [scores])
-        p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, sc, N_k, CAUSAL, False)
+        p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, MASKED)
         p_next = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a barrier,
         # and without it would wait for the product before it computes the exponentials.
@@ -168,10 +181,13 @@ def _loop(
 
 
 @gluon.jit
-def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warpgroup: o and L of its queries. A tile has as many keys as queries: only the last one needs a mask."""
+def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
+    """One warpgroup: o and L of its queries.
+
+    A tile has as many keys as queries: only the last one needs a mask, and the first ones where there is a band.
+    """
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
-    descs, buffers, bars, L, _, scale, H, N_q, N_k, TILES, GROUP = work
+    descs, buffers, bars, L, _, scale, H, N_q, N_k, band, TILES, GROUP = work
     o_ = descs[3]
     q_buffers, k_buffers, v_buffers, o_buffers, tiles = buffers
     tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
@@ -179,8 +195,11 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, m0, count = _place(tile, H, N_q, N_k, TILES, GROUP, CAUSAL)
+        b, h, bh, m0, begin, inner, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, CAUSAL, BAND)
         first_row = m0 + group * _ROWS
+        limit = first_row
+        if BAND != "none":
+            limit = first_key(first_row + gl.arange(0, _ROWS, _ROW), b, band, N_k, BAND)
         mbarrier.wait(q_ready.index(group), i & 1)
         scores = _start_scores(q, k_buffers, k_ready, start)
         s = warpgroup_mma_wait(0, [scores])
@@ -188,12 +207,19 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
         acc = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
         total = gl.zeros([_ROWS], gl.float32, _ROW)
         m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
-        p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * _BN, sc, N_k, CAUSAL, True)
+        p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * _BN, limit, sc, N_k, CAUSAL, BAND, True)
         p = gl.convert_layout(p.to(o_.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        start += count
+        end = start + count
         p, acc, total, m = _loop(
-            q, p, acc, total, m, buffers, bars, group, i, start, count, first_row, sc, N_k, OUTPUT, CAUSAL
-        )
+            q, p, acc, total, m, buffers, bars, group, i, end, inner, count - 1, first_row, limit, sc, N_k,
+            OUTPUT, BAND, False,
+        )  # fmt: skip
+        if BAND != "none":
+            p, acc, total, m = _loop(
+                q, p, acc, total, m, buffers, bars, group, i, end, begin, inner, first_row, limit, sc, N_k,
+                OUTPUT, BAND, True,
+            )  # fmt: skip
+        start = end - begin
         mbarrier.arrive(q_empty.index(group))
         output = _start_output(p, acc, v_buffers, v_ready, start - 1)
         acc = warpgroup_mma_wait(0, [output])
@@ -210,8 +236,8 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q_, k_, v_, o_, L, COUNTER, scale, H, N_q, N_k, TILES, GROUP,
-    D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
+    q_, k_, v_, o_, L, COUNTER, DOCUMENT_STARTS, scale, H, N_q, N_k, WINDOW, TILES, GROUP,
+    D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """o and L of this program's tiles of queries."""
     dtype: gl.constexpr = q_.dtype
@@ -230,12 +256,13 @@ def forward_kernel(
     descs = (q_, k_, v_, o_)
     buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tiles)
     bars = (tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
-    work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, TILES, GROUP)
+    band = (DOCUMENT_STARTS, DOCUMENT_STARTS, WINDOW)  # the ends are not used
+    work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, band, TILES, GROUP)
     gl.warp_specialize(
         [
-            (_consumer, (work, 0, D_PAD, CAUSAL)),
-            (_consumer, (work, 1, D_PAD, CAUSAL)),
-            (_producer, (work, D_PAD, G, CAUSAL)),
+            (_consumer, (work, 0, D_PAD, CAUSAL, BAND)),
+            (_consumer, (work, 1, D_PAD, CAUSAL, BAND)),
+            (_producer, (work, D_PAD, G, CAUSAL, BAND)),
         ],
         [4, 1],
         REGISTERS,

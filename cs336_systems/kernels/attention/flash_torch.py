@@ -10,6 +10,7 @@ Legend
     P              the softmax, exp(S - L)
     delta          delta_i = sum_d dO_id O_id
     tile           a square of S: queries i to i + size, keys j to j + size
+    first          the first key that a query sees, where a window or documents limit it, of (B or 1, N)
     maximum, denominator, p    in the forward pass: the paper's m, its l, and exp(S - m)
 
 Everything inside is float32, or float64 for float64 inputs.
@@ -21,14 +22,13 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cs336_basics.model import without_autocast
+from cs336_basics.model import Documents, without_autocast
 
-from .contract import FLOATING_DTYPES, check_qkv, group_size
+from .contract import FLOATING_DTYPES, Band, band_of, check_qkv, group_size
 from .function import Saved, flash_function, new_gradients, new_outputs
-from .reference import hidden_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -52,27 +52,68 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+class _Mask:
+    """Which keys the queries of a tile see. Queries i to i + size and keys j to j + size are a tile."""
+
+    def __init__(self, size: int, q: Tensor, k: Tensor, is_causal: bool, band: Band | None) -> None:
+        self.size, self.group, self.is_causal = size, group_size(q, k), is_causal
+        self._n_q, self._n_k, self._device = q.shape[-2], k.shape[-2], q.device
+        self._first = None if band is None else _first_keys(band, k)
+        if self._first is not None:  # it grows with the queries
+            last_rows = [min(i + size, self._n_q) - 1 for i in range(0, self._n_q, size)]
+            self._least = self._first[:, ::size].amin(0).tolist()
+            self._most = self._first[:, last_rows].amax(0).tolist()
+
+    def hides_all(self, i: int, j: int) -> bool:
+        """Whether no query of a tile sees any of its keys."""
+        is_before = self._first is not None and j + self.size <= self._least[i // self.size]
+        return is_before or (self.is_causal and j > i)
+
+    def hidden(self, i: int, j: int) -> Bool[Tensor, "B_or_1 rows keys"] | None:
+        """Where the scores of a tile are hidden; None if nowhere. Row r is query i + r // group."""
+        is_limited = self._first is not None and j < self._most[i // self.size]
+        if not is_limited and not (self.is_causal and i == j):
+            return None
+        queries = torch.arange(i, min(i + self.size, self._n_q), device=self._device)[:, None]
+        keys = torch.arange(j, min(j + self.size, self._n_k), device=self._device)
+        hidden = (keys > queries)[None]
+        if self._first is not None:
+            hidden = hidden | (keys < self._first[:, i : i + self.size, None])
+        return hidden.repeat_interleave(self.group, dim=1)
+
+
+def _first_keys(band: Band, k: Float[Tensor, "... N D"]) -> Int[Tensor, "B_or_1 N"]:
+    """The first key that each query sees, at most its own."""
+    n = k.shape[-2]
+    first = torch.arange(n, device=k.device)[None] - (band.window or n) + 1
+    if band.starts is None:
+        return first
+    of_heads = band.starts if k.ndim == 2 else band.starts[..., None, :].expand(k.shape[:-1])
+    return torch.maximum(first, of_heads.reshape(-1, n))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, band: Band | None = None) -> tuple[Tensor, Tensor]:
     """Algorithm 1 on float32 copies; the results have the dtypes and layouts that the operator promises."""
     _check(q, k, v, is_causal)
     o, logsumexp = new_outputs(q)
     group = group_size(q, k)
     with without_autocast(q.device.type):
-        wide_o, wide_logsumexp = _forward_tiles(_as_rows(q, group), _as_wide_3d(k), _as_wide_3d(v), is_causal, group)
+        mask = _Mask(tile_size(q.shape[:-2].numel(), q.device.type), q, k, is_causal, band)
+        wide_o, wide_logsumexp = _forward_tiles(_as_rows(q, group), _as_wide_3d(k), _as_wide_3d(v), mask)
         _copy_rows(o, wide_o, group)
         _copy_rows(logsumexp[..., None], wide_logsumexp[..., None], group)
         return o, logsumexp
 
 
 def _forward_tiles(
-    q: Float[Tensor, "B rows D"], k: Float[Tensor, "B N_k D"], v: Float[Tensor, "B N_k D"], is_causal: bool, group: int
+    q: Float[Tensor, "B rows D"], k: Float[Tensor, "B N_k D"], v: Float[Tensor, "B N_k D"], mask: _Mask
 ) -> tuple[Float[Tensor, "B rows D"], Float[Tensor, "B rows"]]:
     """Compute the softmax of a row tile by tile, with a running maximum and a running denominator.
 
     When the maximum grows, the denominator and the output so far are multiplied by exp(old maximum - new maximum).
     """
     (batch, rows, _), n_k = q.shape, k.shape[1]
-    size = tile_size(batch * group, q.device.type)
+    group, size = mask.group, mask.size
     o, logsumexp = torch.zeros_like(q), q.new_full((batch, rows), -math.inf)
     if n_k == 0:  # no keys: the output is 0, the logsumexp log(0)
         return o, logsumexp
@@ -83,10 +124,12 @@ def _forward_tiles(
         o_i = torch.zeros_like(q_i)
         maximum = q.new_full((batch, q_i.shape[1], 1), -math.inf)
         denominator = torch.zeros_like(maximum)
-        for j in range(0, min(n_k, i + size) if is_causal else n_k, size):  # tiles above the diagonal are skipped
+        for j in range(0, n_k, size):
+            if mask.hides_all(i, j):
+                continue
             scores = q_i @ k[:, j : j + size].mT
-            if is_causal and i == j:  # below the diagonal nothing is hidden
-                scores.masked_fill_(_hidden_on_diagonal(scores, group), -math.inf)
+            if (hidden := mask.hidden(i, j)) is not None:
+                scores.masked_fill_(hidden, -math.inf)
             new_maximum = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
             shift = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)  # -inf - -inf is NaN
             p = scores.sub_(shift).exp_()
@@ -119,7 +162,7 @@ def _gradients_by_tiles(
     size: int, dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Recompute every tile of S and P and add its part to dQ, dK and dV, whether they are needed or not."""
-    q, k, v, o, logsumexp, is_causal = saved
+    q, k, v, o, logsumexp, is_causal, band = saved
     group = group_size(q, k)
     with torch.no_grad(), without_autocast(q.device.type):
         wide_q, wide_dO, wide_o = (_as_rows(x, group) for x in (q, dO, o))
@@ -128,13 +171,16 @@ def _gradients_by_tiles(
         logsumexp = _as_rows(logsumexp[..., None], group).squeeze(-1)
         delta = (wide_dO * wide_o).sum(dim=-1)
         dQ, dK, dV = (torch.zeros_like(x) for x in (wide_q, wide_k, wide_v))
+        mask = _Mask(size, q, k, is_causal, band)
         for j in range(0, k.shape[-2], size):
             keys = slice(j, j + size)
             k_j, v_j, dK_j, dV_j = (x[:, keys] for x in (wide_k, wide_v, dK, dV))
-            for i in range(j if is_causal else 0, q.shape[-2], size):  # causal: from the diagonal on
+            for i in range(0, q.shape[-2], size):
+                if mask.hides_all(i, j):
+                    continue
                 rows = slice(i * group, (i + size) * group)
                 per_query = (x[:, rows] for x in (wide_dO, wide_q, logsumexp, delta))
-                dQ_tile, dK_tile, dV_tile = _tile_gradients(k_j, v_j, *per_query, group, is_causal and i == j)
+                dQ_tile, dK_tile, dV_tile = _tile_gradients(k_j, v_j, *per_query, mask.hidden(i, j))
                 dQ[:, rows].add_(dQ_tile)
                 dK_j.add_(dK_tile)
                 dV_j.add_(dV_tile)
@@ -154,16 +200,15 @@ def _gradients(
     q: Float[Tensor, "B rows D"],
     logsumexp: Float[Tensor, "B rows"],
     delta: Float[Tensor, "B rows"],
-    group: int,
-    on_diagonal: bool,
+    hidden: Bool[Tensor, "B_or_1 rows keys"] | None,
 ) -> tuple[Float[Tensor, "B rows D"], Float[Tensor, "B keys D"], Float[Tensor, "B keys D"]]:
-    """Equations 13 to 19 for one tile. On the causal diagonal, its first query and first key have the same index.
+    """Equations 13 to 19 for one tile.
 
     q is already divided by sqrt(D), which saves a pass over S. dK then includes this factor; dQ still needs it.
     """
     p = (q @ k.mT - logsumexp[..., None]).exp()
-    if on_diagonal:
-        p = p.masked_fill(_hidden_on_diagonal(p, group), 0.0)
+    if hidden is not None:
+        p = p.masked_fill(hidden, 0.0)
     dV = p.mT @ dO
     dS = p * (dO @ v.mT - delta[..., None])
     return dS @ k / math.sqrt(q.shape[-1]), dS.mT @ q, dV
@@ -191,12 +236,6 @@ def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Ten
         reason = str(error).strip().splitlines()[0]
         logger.warning("the backward pass of attention runs without torch.compile on %s: %s", device_type, reason)
         return _gradients(k, v, dO, *others)
-
-
-def _hidden_on_diagonal(scores: Float[Tensor, "B rows keys"], group: int) -> Bool[Tensor, "rows keys"]:
-    """The mask of a tile whose first query and first key have the same index."""
-    hidden = hidden_pairs(scores.shape[1] // group, scores.shape[2], scores.device)
-    return hidden.repeat_interleave(group, dim=0)
 
 
 def _as_rows(x: Float[Tensor, "... N D"], group: int) -> Float[Tensor, "B rows D"]:
@@ -230,12 +269,16 @@ def flash_torch(
     k: Float[Tensor, "... keys d"],
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
 ) -> Float[Tensor, "... queries d"]:
     """FlashAttention-2 in plain PyTorch, on any device, in O(N D) memory forward and backward; float32 inside.
 
     On a GPU, torch.compile compiles the backward pass of a tile on first use, which takes seconds. On a CPU, and
-    without a compiler, it runs eagerly.
+    without a compiler, it runs eagerly. With a window or documents the host waits for the GPU, to know which tiles to
+    skip.
     Raises ValueError naming the argument if q, k and v do not match or are not floating point.
     Source: Dao 2023, FlashAttention-2, algorithm 1; the backward pass is CS336 assignment 2, equations 13 to 19.
     """
-    return FlashAttentionTorch.call(q, k, v, is_causal)
+    return FlashAttentionTorch.call(q, k, v, is_causal, band_of(window, documents))

@@ -10,8 +10,9 @@ tiles of `flash_triton_tiles.py`, and launches them. On Hopper, long sequences o
 to 128 go to the kernels of `flash_gluon_kernels.py` and `flash_gluon_backward_kernels.py`. These overlap the
 exponentials with the matrix products, and their backward pass is the single loop.
 
-Not supported: dropout, masks other than causal. Infinite keys give NaN gradients where the length is not a multiple of
-a tile.
+Windows and documents are a band beside the diagonal: tiles outside of it are skipped.
+
+Not supported: dropout and other masks. Infinite keys give NaN gradients where the length is not a multiple of a tile.
 """
 
 import contextlib
@@ -23,12 +24,14 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_basics.model import Documents
+
 from ...machine.hardware import allows_tf32
 from ..launch import INTERPRET, Launch, can_use_tma, check_device, has_tma
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
 from . import flash_gluon_kernels as gluon_forward
-from .contract import as_4d, check_qkv, group_size
+from .contract import Band, as_4d, band_of, check_qkv, group_size
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
 from .flash_triton_tiles import (
@@ -61,6 +64,8 @@ def flash_triton(
     v: Float[Tensor, "... N_k D"],
     is_causal: bool = False,
     *,
+    window: int | None = None,
+    documents: Documents | None = None,
     deterministic: bool = False,
 ) -> Float[Tensor, "... N_q D"]:
     """FlashAttention-2 in Triton: softmax(q k^T / sqrt(D)) v without the N_q x N_k scores in memory.
@@ -78,9 +83,10 @@ def flash_triton(
 
     Raises ValueError naming the argument that it does not accept.
     """
+    band = band_of(window, documents)
     if deterministic or torch.are_deterministic_algorithms_enabled():
-        return FlashAttentionTritonDeterministic.call(q, k, v, is_causal)
-    return FlashAttentionTriton.call(q, k, v, is_causal)
+        return FlashAttentionTritonDeterministic.call(q, k, v, is_causal, band)
+    return FlashAttentionTriton.call(q, k, v, is_causal, band)
 
 
 def flash_triton_compiled(
@@ -88,6 +94,9 @@ def flash_triton_compiled(
     k: Float[Tensor, "... N_k D"],
     v: Float[Tensor, "... N_k D"],
     is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
 ) -> Float[Tensor, "... N_q D"]:
     """The forward pass of `flash_triton` with a backward pass by torch.compile, as the handout first asks for it.
 
@@ -95,7 +104,7 @@ def flash_triton_compiled(
     scores in float32. It rounds the scores differently from the forward pass: with scores of 1e5 its gradients are off
     by 1e-3, with larger scores by more.
     """
-    return FlashAttentionTritonCompiled.call(q, k, v, is_causal)
+    return FlashAttentionTritonCompiled.call(q, k, v, is_causal, band_of(window, documents))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,9 +115,9 @@ _LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
 _NO_CONTEXT = contextlib.nullcontext()  # made once, because every call needs it
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, band: Band | None = None) -> tuple[Tensor, Tensor]:
     """o and logsumexp; see `flash_triton` for the inputs it accepts."""
-    key = _key(is_causal, q, k, v)
+    key = _key(is_causal, band, q, k, v)
     launches = _LAUNCHES.get(key)
     if launches is None:
         _check_supported(q, k, v, is_causal)
@@ -119,8 +128,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     tensors = {"q_": as_4d(q), "k_": as_4d(k), "v_": as_4d(v), "o_": as_4d(o)}
     with _device_guard(q):
         if launches is None:  # planned from the 4-D tensors alone
-            launches = _cache_launches(key, _forward_launch(tensors, is_causal))
+            launches = _cache_launches(key, _forward_launch(tensors, is_causal, band))
         tensors["L"] = logsumexp
+        _add_documents(tensors, band)
         if "COUNTER" in launches[0].tensors:
             tensors["COUNTER"] = torch.zeros(1, dtype=torch.int32, device=q.device)
         launches[0](tensors)
@@ -131,9 +141,9 @@ def flash_backward(
     do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool, deterministic: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; those that are not needed have no elements."""
-    q, k, v, o, logsumexp, is_causal = saved
+    q, k, v, o, logsumexp, is_causal, band = saved
     dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
-    key = (need_dq, need_dkv, deterministic, logsumexp.data_ptr() % 16, *_key(is_causal, do, q, k, v, o))
+    key = (need_dq, need_dkv, deterministic, logsumexp.data_ptr() % 16, *_key(is_causal, band, do, q, k, v, o))
     launches = _LAUNCHES.get(key)
     tensors = {"q_": as_4d(q), "k_": as_4d(k), "v_": as_4d(v), "o_": as_4d(o), "do_": as_4d(do)}
     tensors["dq_"] = as_4d(dq) if need_dq else tensors["q_"]  # a placeholder, which the kernel does not write to
@@ -141,9 +151,10 @@ def flash_backward(
     with _device_guard(q):
         is_new = launches is None
         if launches is None:  # planned from the 4-D tensors alone
-            planned = _backward_launches(tensors, is_causal, need_dq, need_dkv, deterministic)
+            planned = _backward_launches(tensors, is_causal, band, need_dq, need_dkv, deterministic)
             launches = _cache_launches(key, *planned)
         tensors["L"] = logsumexp
+        _add_documents(tensors, band)
         if "VECTORS" in launches[0].tensors:
             tensors["VECTORS"] = new_vectors(tensors["q_"])
         if "STARTS" in launches[0].tensors:
@@ -176,9 +187,18 @@ def _padded_length(q: Tensor) -> int:
     return -(-q.shape[2] // PAD) * PAD  # `triton.cdiv` takes 3 us on the host
 
 
-def _key(is_causal: bool, *tensors: Tensor) -> tuple[Any, ...]:
+def _add_documents(tensors: Tensors, band: Band | None) -> None:
+    """DOCUMENT_STARTS and DOCUMENT_ENDS; without documents placeholders, which no kernel reads."""
+    starts, ends = (None, None) if band is None else band[1:]
+    tensors["DOCUMENT_STARTS"] = tensors["L"] if starts is None else starts.contiguous()
+    tensors["DOCUMENT_ENDS"] = tensors["L"] if ends is None else ends.contiguous()
+
+
+def _key(is_causal: bool, band: Band | None, *tensors: Tensor) -> tuple[Any, ...]:
     """Everything that the choice of a launch depends on."""
-    facts = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
+    facts: list[Any] = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
+    if band is not None:
+        facts.append((band.window, *(None if x is None else x.data_ptr() % 16 for x in band[1:])))
     return is_causal, _precision(tensors[0]), *facts
 
 
@@ -205,16 +225,17 @@ def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _forward_launch(tensors: Tensors, is_causal: bool) -> Launch:
+def _forward_launch(tensors: Tensors, is_causal: bool, band: Band | None) -> Launch:
     q, k, v = tensors["q_"], tensors["k_"], tensors["v_"]
     tma = _use_tma(tensors)
     if _use_gluon(q, tma):
-        return gluon_launch("forward", tensors, is_causal)
-    return triton_launch("forward", tensors, is_causal, choose_tile("forward", q, tma, needs_small_tiles(q, k, v)), tma)
+        return gluon_launch("forward", tensors, is_causal, band)
+    tile = choose_tile("forward", q, tma, needs_small_tiles(q, k, v))
+    return triton_launch("forward", tensors, is_causal, tile, tma, band=band)
 
 
 def _backward_launches(
-    tensors: Tensors, is_causal: bool, need_dq: bool, need_dkv: bool, deterministic: bool
+    tensors: Tensors, is_causal: bool, band: Band | None, need_dq: bool, need_dkv: bool, deterministic: bool
 ) -> tuple[Launch, ...]:
     q, k, v = tensors["q_"], tensors["k_"], tensors["v_"]
     tma, small = _use_tma(tensors), needs_small_tiles(q, k, v)
@@ -222,17 +243,17 @@ def _backward_launches(
         one_launch_small = small or is_faster_with_small_tiles(q, k)
         if tile_key("backward", q.shape[-1], q.dtype, tma, one_launch_small) in tile_table():
             tile = choose_tile("backward", q, tma, one_launch_small)
-            return (triton_launch("backward", tensors, is_causal, tile, tma),)
+            return (triton_launch("backward", tensors, is_causal, tile, tma, band=band),)
     if need_dq and need_dkv and not deterministic and _use_gluon(q, tma):
         return (
             gluon_launch("prepare", tensors, is_causal),
-            gluon_launch("gradients", tensors, is_causal),
+            gluon_launch("gradients", tensors, is_causal, band),
             gluon_launch("finish", tensors, is_causal),
         )
-    first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq)
+    first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq, band)
     if not need_dkv:
         return (first,)
-    return first, triton_launch("dkv", tensors, is_causal, choose_tile("dkv", q, tma, small), tma)
+    return first, triton_launch("dkv", tensors, is_causal, choose_tile("dkv", q, tma, small), tma, band=band)
 
 
 def _use_tma(tensors: Tensors) -> bool:
@@ -260,7 +281,15 @@ def _num_scores(q: Tensor, k: Tensor) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def triton_launch(phase: str, tensors: Tensors, is_causal: bool, tile: Tile, tma: bool, need_dq: bool = True) -> Launch:
+def triton_launch(
+    phase: str,
+    tensors: Tensors,
+    is_causal: bool,
+    tile: Tile,
+    tma: bool,
+    need_dq: bool = True,
+    band: Band | None = None,
+) -> Launch:
     """The launch of a Triton kernel for tensors like these, all of them 4-D.
 
     phase is "forward" (fills o_ and L), "dq" (fills VECTORS and, if needed, dq_), "dkv" (reads VECTORS, fills dk_ and
@@ -277,13 +306,14 @@ def triton_launch(phase: str, tensors: Tensors, is_causal: bool, tile: Tile, tma
     }[phase]
     constants = dict(
         {f"{name}strides": tensor.stride() for name, tensor in tensors.items()},
-        **_scalars(q, k, together),
+        **_scalars(q, k, together, band),
         BM=tile.BM,
         BN=tile.BN,
         D=q.shape[3],
         D_PAD=padded_head_size(q.shape[3]),
         G=group_size(q, k),
         CAUSAL=is_causal,
+        BAND=_kind(band),
         MOVE=_move(tensors, tile, tma),
         PRECISION=_precision(q),
         TOGETHER=tile.TOGETHER,
@@ -293,7 +323,7 @@ def triton_launch(phase: str, tensors: Tensors, is_causal: bool, tile: Tile, tma
     return Launch(kernel, programs, constants, blocks, tile.num_warps, tile.num_stages)
 
 
-def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
+def gluon_launch(phase: str, tensors: Tensors, is_causal: bool, band: Band | None = None) -> Launch:
     """The launch of a kernel of the Gluon modules, where `_use_gluon` says so, for tensors like these, all of them 4-D.
 
     phase is "forward" (counts in COUNTER, fills o_ and L), "prepare" (fills STARTS, DQ and COUNTER), "gradients" (reads
@@ -304,7 +334,7 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
     if phase in ("prepare", "finish"):
         constants = dict(
             {f"{name}strides": tensor.stride() for name, tensor in tensors.items()},
-            **_scalars(q, k, 1),
+            **_scalars(q, k, 1, band),
             D=q.shape[3],
             D_PAD=d_pad,
         )
@@ -319,11 +349,11 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
         blocks = _blocks(q, queries, rows) | {name: [1, 1, program, d_pad] for name in ("k_", "v_")}
         blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
     tiles = triton.cdiv(tiled.shape[2], program) * tiled.shape[0] * tiled.shape[1]
-    scalars = _scalars(q, k, max(4, _heads_together(tiled, looped_over, 8)))
+    scalars = _scalars(q, k, max(4, _heads_together(tiled, looped_over, 8)), band)
     return Launch(
         kernel,
         min(tiles, _num_multiprocessors(q)),
-        dict(D_PAD=d_pad, G=group_size(q, k), CAUSAL=is_causal, TILES=tiles, **scalars),
+        dict(D_PAD=d_pad, G=group_size(q, k), CAUSAL=is_causal, BAND=_kind(band), TILES=tiles, **scalars),
         blocks,
         gluon.NUM_WARPS,
         num_stages=1,  # the kernels manage their own stages
@@ -340,8 +370,17 @@ def _blocks(q: Tensor, BM: int, BN: int, vectors: list[int] | None = None) -> di
     return blocks if vectors is None else {**blocks, "VECTORS": vectors}
 
 
-def _scalars(q: Tensor, k: Tensor, group: int) -> dict[str, float]:
-    return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=q.shape[2], N_k=k.shape[2], GROUP=group)
+def _scalars(q: Tensor, k: Tensor, group: int, band: Band | None) -> dict[str, float]:
+    n_q, n_k = q.shape[2], k.shape[2]
+    window = n_k if band is None else min(band.window or n_k, n_k)
+    return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=n_q, N_k=n_k, WINDOW=window, GROUP=group)
+
+
+def _kind(band: Band | None) -> str:
+    """BAND; see the kernels' legend."""
+    if band is None:
+        return "none"
+    return "window" if band.starts is None else "documents"
 
 
 def _heads_together(tiled: Tensor, looped_over: Tensor, parts: int) -> int:

@@ -26,6 +26,11 @@ Legend
     EDGE           the tile may reach beyond the last row: the rows beyond it are loaded as zeros
     MASKED         some scores of the tile are hidden, by the causal mask or beyond the last key
     NEED_DQ        compute dq. Otherwise only VECTORS is filled
+    BAND           what limits how far back a query sees: "none", "window" or "documents", which may have a window too
+    band           (DOCUMENT_STARTS, DOCUMENT_ENDS, WINDOW): (B, N) first position of each position's document and the
+                   one after its last, and the number of keys that a query sees at most
+    limit          for a tile of queries the first key that each sees, for a tile of keys the first query after those
+                   that see it
     ALONE          no `dq_kernel` ran before: compute L in base 2 and delta here
 """
 
@@ -42,7 +47,7 @@ _PAD = tl.constexpr(PAD)
 _LN_2 = tl.constexpr(math.log(2))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _INTERPRET = tl.constexpr(INTERPRET)
-_LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
+_LENGTHS = ["H", "N_q", "N_k", "WINDOW", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
 
 
 @triton.jit
@@ -105,11 +110,34 @@ def _scores(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _visible(rows, columns, N_k, CAUSAL: tl.constexpr):
+def _first_key(row, b, band, N, BAND: tl.constexpr):
+    """The first key that a query sees, a number or a tile. It grows with the query."""
+    starts, _, window = band
+    row = tl.minimum(row, N - 1)
+    first = tl.maximum(row - window + 1, 0)
+    if BAND == "documents":
+        first = tl.maximum(first, tl.load(starts + tl.cast(b, tl.int64) * N + row))
+    return first
+
+
+@triton.jit
+def _after_query(column, b, band, N, BAND: tl.constexpr):
+    """The first query after those that see a key, a number or a tile. It grows with the key."""
+    _, ends, window = band
+    after = column + window
+    if BAND == "documents":
+        after = tl.minimum(after, tl.load(ends + tl.cast(b, tl.int64) * N + tl.minimum(column, N - 1)))
+    return after
+
+
+@triton.jit
+def _visible(rows, columns, limit, N_k, CAUSAL: tl.constexpr, BAND: tl.constexpr):
     """The mask of a tile of scores: whether the queries `rows` see the keys `columns`."""
     visible = (columns < N_k)[None, :]
     if CAUSAL:
         visible = visible & (rows[:, None] >= columns[None, :])
+    if BAND != "none":
+        visible = visible & (columns[None, :] >= limit[:, None])
     return visible
 
 
@@ -141,21 +169,39 @@ def _query_head(key_head, g, G: tl.constexpr):
 
 
 @triton.jit
-def _key_ranges(m0, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """For the queries from m0: all of them see the keys below `full`, and none sees a key from `end` on."""
+def _key_ranges(m0, b, band, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr):
+    """Of the keys, the queries from m0 see none before `begin` or from `end` on, and all from `inner` to `full`."""
     if CAUSAL:
         full, end = tl.minimum(m0, N_k) // BN * BN, tl.minimum(m0 + BM, N_k)
     else:
         full, end = N_k // BN * BN, N_k
-    return full, end
+    begin, inner = 0, 0
+    if BAND != "none":
+        begin = _first_key(m0, b, band, N_k, BAND) // BN * BN
+        inner = tl.minimum(tl.cdiv(_first_key(m0 + BM - 1, b, band, N_k, BAND), BN) * BN, full)
+    return begin, inner, full, end
+
+
+@triton.jit
+def _query_ranges(n0, b, band, N_q, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr):
+    """Of the queries, none before `begin` or from `end` on sees a key from n0, and those from `full` to `inner` all."""
+    begin, full, inner, end = 0, 0, N_q, N_q
+    if CAUSAL:
+        padded = tl.cdiv(N_q, BM) * BM
+        begin = tl.minimum(n0 // BM * BM, padded)
+        full = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, padded)
+    if BAND != "none":
+        end = tl.minimum(_after_query(n0 + BN - 1, b, band, N_q, BAND), N_q)
+        full = tl.minimum(full, tl.cdiv(end, BM) * BM)
+        inner = tl.maximum(_after_query(n0, b, band, N_q, BAND) // BM * BM, full)
+    return begin, full, inner, end
 
 
 @triton.jit
 def _forward_keys(
-    acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, limit, sc, N_k,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr,
+    MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1, lines 6 to 11, over the keys lo to hi. m, the running maximum, is in units of base 2."""
     for n0 in tl.range(lo, hi, BN):
@@ -164,7 +210,8 @@ def _forward_keys(
             v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         s = _scores(q, k, PRECISION)
         if MASKED:
-            s = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), s, float("-inf"))
+            visible = _visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), limit, N_k, CAUSAL, BAND)
+            s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * sc)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far is above -inf; -inf - -inf is NaN
         p = tl.exp2(s * sc - shift[:, None])
@@ -180,9 +227,9 @@ def _forward_keys(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def forward_kernel(
-    q_, k_, v_, o_, L, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, GROUP,
+    q_, k_, v_, o_, L, DOCUMENT_STARTS, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, WINDOW, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
-    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: o and L."""
     sc = scale * _LOG2_E
@@ -195,26 +242,33 @@ def forward_kernel(
     total = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     key_head = _key_head(h, G)
-    full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
-    acc, total, m = _forward_keys(
-        acc, total, m, q, k_, v_, k_strides, v_strides, b, key_head, m0, 0, full, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, False, MOVE, PRECISION, TOGETHER,
-    )  # fmt: skip
-    acc, total, m = _forward_keys(
-        acc, total, m, q, k_, v_, k_strides, v_strides, b, key_head, m0, full, end, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, True, MOVE, PRECISION, TOGETHER,
-    )  # fmt: skip
     rows = m0 + tl.arange(0, BM)
+    band = (DOCUMENT_STARTS, DOCUMENT_STARTS, WINDOW)  # the ends are not used
+    limit = m0
+    begin, inner, full, end = _key_ranges(m0, b, band, N_k, BM, BN, CAUSAL, BAND)
+    if BAND != "none":
+        limit = _first_key(rows, b, band, N_k, BAND)
+        acc, total, m = _forward_keys(
+            acc, total, m, q, k_, v_, k_strides, v_strides, b, key_head, m0, begin, inner, limit, sc, N_k,
+            BM, BN, D, D_PAD, CAUSAL, BAND, True, MOVE, PRECISION, TOGETHER,
+        )  # fmt: skip
+    acc, total, m = _forward_keys(
+        acc, total, m, q, k_, v_, k_strides, v_strides, b, key_head, m0, inner, full, limit, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, BAND, False, MOVE, PRECISION, TOGETHER,
+    )  # fmt: skip
+    acc, total, m = _forward_keys(
+        acc, total, m, q, k_, v_, k_strides, v_strides, b, key_head, m0, full, end, limit, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, BAND, True, MOVE, PRECISION, TOGETHER,
+    )  # fmt: skip
     tl.store(L + tl.cast(bh, tl.int64) * N_q + rows, (m + tl.log2(total)) * _LN_2, mask=rows < N_q)
     _store(o_, o_strides, (acc / total[:, None]).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, MOVE)
 
 
 @triton.jit
 def _dq_keys(
-    dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, limit, sc, N_k,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr,
+    MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 10, 11 and 13 to 15, over the keys lo to hi."""
     for n0 in tl.range(lo, hi, BN):
@@ -227,7 +281,8 @@ def _dq_keys(
         dp = _scores(do, v, PRECISION)
         p = tl.exp2(s * sc - lse2[:, None])
         if MASKED:  # after exp2, which may be infinite where a masked score is above the logsumexp
-            p = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), p, 0.0)
+            visible = _visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), limit, N_k, CAUSAL, BAND)
+            p = tl.where(visible, p, 0.0)
         ds = p * (dp - delta[:, None])
         dq = _dot(ds.to(q.dtype), k, dq, PRECISION)
     return dq
@@ -248,33 +303,40 @@ def _row_statistics(
 
 @triton.jit
 def _dq_tile(
-    q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+    q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, band, scale, N_q, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
-    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """dq of the queries from m0."""
     sc = scale * _LOG2_E
     q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
     dq = tl.zeros([BM, D_PAD], tl.float32)
     key_head = _key_head(h, G)
-    full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
+    limit = m0
+    begin, inner, full, end = _key_ranges(m0, b, band, N_k, BM, BN, CAUSAL, BAND)
+    if BAND != "none":
+        limit = _first_key(m0 + tl.arange(0, BM), b, band, N_k, BAND)
+        dq = _dq_keys(
+            dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, key_head, m0, begin, inner, limit, sc, N_k,
+            BM, BN, D, D_PAD, CAUSAL, BAND, True, MOVE, PRECISION, TOGETHER,
+        )  # fmt: skip
     dq = _dq_keys(
-        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, key_head, m0, 0, full, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, False, MOVE, PRECISION, TOGETHER,
+        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, key_head, m0, inner, full, limit, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, BAND, False, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, key_head, m0, full, end, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, True, MOVE, PRECISION, TOGETHER,
+        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, key_head, m0, full, end, limit, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, BAND, True, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     _store(dq_, dq_strides, (dq * scale).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, MOVE)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def dq_kernel(
-    q_, k_, v_, o_, do_, dq_, L, VECTORS, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
-    scale, H, N_q, N_k, GROUP,
+    q_, k_, v_, o_, do_, dq_, L, VECTORS, DOCUMENT_STARTS,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, scale, H, N_q, N_k, WINDOW, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
-    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     NEED_DQ: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: VECTORS for `dkv_kernel`, and dq."""
@@ -288,16 +350,17 @@ def dq_kernel(
     tl.store(vectors, lse2)
     tl.store(vectors + tl.cast(tl.num_programs(0) // num_blocks, tl.int64) * N_PAD, delta)
     if NEED_DQ and m0 < N_q:
+        band = (DOCUMENT_STARTS, DOCUMENT_STARTS, WINDOW)
         _dq_tile(
-            q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
-            BM, BN, D, D_PAD, G, CAUSAL, MOVE, PRECISION, TOGETHER,
+            q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, band,
+            scale, N_q, N_k, BM, BN, D, D_PAD, G, CAUSAL, BAND, MOVE, PRECISION, TOGETHER,
         )  # fmt: skip
 
 
 @triton.jit
 def _dkv_queries(
-    dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0, lo, hi, sc, N_q,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0, lo, hi, limit,
+    sc, N_q, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BAND: tl.constexpr,
     MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 10 to 14 and 16, over the queries lo to hi.
@@ -320,7 +383,10 @@ def _dkv_queries(
             do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
         pt = tl.exp2(st * sc - lse2[None, :])
         if MASKED:
-            pt = tl.where(rows[None, :] >= (n0 + tl.arange(0, BN))[:, None], pt, 0.0)
+            visible = rows[None, :] >= (n0 + tl.arange(0, BN))[:, None]
+            if BAND != "none":
+                visible = visible & (rows[None, :] < limit[:, None])
+            pt = tl.where(visible, pt, 0.0)
         dv = _dot(pt.to(k.dtype), do, dv, PRECISION)
         if MOVE == "descriptors" and not ALONE:
             delta = VECTORS.load([num_heads + bh, m0]).reshape(BM)
@@ -336,9 +402,9 @@ def _dkv_queries(
 def _dkv_tile(
     q_, k_, v_, o_, do_, dk_, dv_, L, VECTORS,
     q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
-    b, h, bh, num_heads, n0, scale, N_q, N_k,
+    b, h, bh, num_heads, n0, band, scale, N_q, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
-    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the keys from n0; h and bh are of a key head, and num_heads counts query heads.
 
@@ -349,32 +415,36 @@ def _dkv_tile(
     v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, True)
     dk = tl.zeros([BN, D_PAD], tl.float32)
     dv = tl.zeros([BN, D_PAD], tl.float32)
-    lo = 0
-    if CAUSAL:  # no query before the first key sees this tile; those from its last key on see all of it
-        end = tl.cdiv(N_q, BM) * BM
-        first = tl.minimum(n0 // BM * BM, end)
-        lo = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, end)
+    limit = n0
+    begin, full, inner, end = _query_ranges(n0, b, band, N_q, BM, BN, CAUSAL, BAND)
+    if BAND != "none":
+        limit = _after_query(n0 + tl.arange(0, BN), b, band, N_q, BAND)
     for g in tl.range(0, G, disable_licm=True):  # addresses made before the loop would not fit the registers
         query_h, query_bh = _query_head(h, g, G), _query_head(bh, g, G)
         if CAUSAL:
             dk, dv = _dkv_queries(
                 dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, query_h, query_bh,
-                num_heads, n0, first, lo, sc, N_q, BM, BN, D, D_PAD, True, MOVE, PRECISION, ALONE,
+                num_heads, n0, begin, full, limit, sc, N_q, BM, BN, D, D_PAD, BAND, True, MOVE, PRECISION, ALONE,
             )  # fmt: skip
         dk, dv = _dkv_queries(
             dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, query_h, query_bh,
-            num_heads, n0, lo, N_q, sc, N_q, BM, BN, D, D_PAD, False, MOVE, PRECISION, ALONE,
+            num_heads, n0, full, inner, limit, sc, N_q, BM, BN, D, D_PAD, BAND, False, MOVE, PRECISION, ALONE,
         )  # fmt: skip
+        if BAND != "none":
+            dk, dv = _dkv_queries(
+                dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, query_h, query_bh,
+                num_heads, n0, inner, end, limit, sc, N_q, BM, BN, D, D_PAD, BAND, True, MOVE, PRECISION, ALONE,
+            )  # fmt: skip
     _store(dk_, dk_strides, (dk * scale).to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, MOVE)
     _store(dv_, dv_strides, dv.to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, MOVE)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def dkv_kernel(
-    q_, k_, v_, do_, dk_, dv_, VECTORS, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    scale, H, N_q, N_k, GROUP,
+    q_, k_, v_, do_, dk_, dv_, VECTORS, DOCUMENT_ENDS,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, H, N_q, N_k, WINDOW, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
-    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv, with the VECTORS that `dq_kernel` has left."""
     num_blocks = tl.cdiv(N_k, BN)
@@ -383,18 +453,19 @@ def dkv_kernel(
     _dkv_tile(
         q_, k_, v_, do_, do_, dk_, dv_, VECTORS, VECTORS,  # o and L are not used
         q_strides, k_strides, v_strides, do_strides, do_strides, dk_strides, dv_strides,
-        bh // key_heads, bh % key_heads, bh, tl.num_programs(0) // num_blocks * G, block * BN, scale, N_q, N_k,
-        BM, BN, D, D_PAD, G, CAUSAL, MOVE, PRECISION, False,
+        bh // key_heads, bh % key_heads, bh, tl.num_programs(0) // num_blocks * G, block * BN,
+        (DOCUMENT_ENDS, DOCUMENT_ENDS, WINDOW), scale, N_q, N_k,
+        BM, BN, D, D_PAD, G, CAUSAL, BAND, MOVE, PRECISION, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def backward_kernel(
-    q_, k_, v_, o_, do_, dq_, dk_, dv_, L,
+    q_, k_, v_, o_, do_, dq_, dk_, dv_, L, DOCUMENT_STARTS, DOCUMENT_ENDS,
     q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides,
-    scale, H, N_q, N_k, GROUP,
+    scale, H, N_q, N_k, WINDOW, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
-    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv in one launch, for work shorter than a launch. The loops over queries compute delta themselves."""
     num_key_blocks, num_query_blocks = tl.cdiv(N_k, BN), tl.cdiv(N_q, BM)
@@ -403,12 +474,13 @@ def backward_kernel(
     block, bh = tl.program_id(0) // num_key_heads, tl.program_id(0) % num_key_heads
     key_heads = H // G
     b, h = bh // key_heads, bh % key_heads
+    band = (DOCUMENT_STARTS, DOCUMENT_ENDS, WINDOW)
     if block < num_key_blocks:
         _dkv_tile(
             q_, k_, v_, o_, do_, dk_, dv_, L, L,
             q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
-            b, h, bh, num_key_heads * G, block * BN, scale, N_q, N_k,
-            BM, BN, D, D_PAD, G, CAUSAL, MOVE, PRECISION, True,
+            b, h, bh, num_key_heads * G, block * BN, band, scale, N_q, N_k,
+            BM, BN, D, D_PAD, G, CAUSAL, BAND, MOVE, PRECISION, True,
         )  # fmt: skip
     else:
         left = num_blocks - 1 - block
@@ -416,6 +488,6 @@ def backward_kernel(
         m0 = left // G * BM
         do, lse2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
         _dq_tile(
-            q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
-            BM, BN, D, D_PAD, G, CAUSAL, MOVE, PRECISION, False,
+            q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, band,
+            scale, N_q, N_k, BM, BN, D, D_PAD, G, CAUSAL, BAND, MOVE, PRECISION, False,
         )  # fmt: skip

@@ -172,7 +172,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
 
 
 def _backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, o, logsumexp, is_causal = saved
+    q, k, v, o, logsumexp, is_causal, _ = saved
     dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
     delta = (dO.float() * o.float()).sum(-1).contiguous()  # Algorithm 2, line 4
     inputs, vectors = dict(Q=q, K=k, V=v, dO=dO), dict(L=logsumexp, DELTA=delta)

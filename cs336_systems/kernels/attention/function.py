@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from .contract import attention_flops, check_is_causal, check_qkv, check_tensors
+from .contract import Band, attention_flops, check_band, check_is_causal, check_qkv, check_tensors
 
-Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-"""forward(q, k, v, is_causal) -> o, logsumexp"""
+Forward = Callable[..., tuple[Tensor, Tensor]]
+"""forward(q, k, v, is_causal) -> o, logsumexp. A kernel for windows and documents gets the band as a fifth argument in
+calls that have one."""
 
 
 class Saved(NamedTuple):
@@ -31,6 +32,7 @@ class Saved(NamedTuple):
     o: Tensor
     logsumexp: Tensor
     is_causal: bool
+    band: Band | None = None
 
 
 Backward = Callable[[Tensor, Saved, bool, bool], tuple[Tensor, Tensor, Tensor]]
@@ -76,19 +78,19 @@ def flash_function(
 
     class FlashAttention(FlashFunction):
         @classmethod
-        def call(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
+        def call(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False, band: Band | None = None) -> Tensor:
+            check_band(Q, K, is_causal, band)
             if torch.compiler.is_compiling():
-                return forward_op(Q, K, V, is_causal)[0]
-            return cls.apply(Q, K, V, is_causal)
+                return forward_op(Q, K, V, is_causal, *(band or ()))[0]
+            return cls.apply(Q, K, V, is_causal, *(band or ()))
 
         @staticmethod
-        def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
+        def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False, *band: Any) -> Tensor:
             if _traced():
-                o, logsumexp = forward_op(Q, K, V, is_causal)
+                o, logsumexp = forward_op(Q, K, V, is_causal, *band)
             else:
-                o, logsumexp = _run_forward(forward_pass, Q, K, V, is_causal)
-            ctx.save_for_backward(Q, K, V, o, logsumexp)
-            ctx.is_causal = is_causal
+                o, logsumexp = _run_forward(forward_pass, Q, K, V, is_causal, *band)
+            _save(ctx, Q, K, V, o, logsumexp, is_causal, *band)
             return o
 
         @staticmethod
@@ -104,21 +106,39 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
+def _save(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor,
+    is_causal: bool, window: int | None = None, starts: Tensor | None = None, ends: Tensor | None = None,
+) -> None:  # fmt: skip
+    ctx.save_for_backward(q, k, v, o, logsumexp, starts, ends)
+    ctx.is_causal, ctx.window = is_causal, window
+
+
 def _needed_gradients(name: str, ctx: Any, dO: Tensor, backward: Callable[..., Any]) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and is_causal; None where autograd does not need one."""
+    """The gradients of q, k, v and of the other inputs; None where there is none or autograd does not need it."""
     if torch.is_grad_enabled() and not _traced():  # autograd would silently treat the gradients as constants
         raise RuntimeError(f"{name} has no second derivatives: its backward pass was called with create_graph=True")
     need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]  # is_causal is missing if it was not given
-    dq, dk, dv = backward(dO, *ctx.saved_tensors, ctx.is_causal, need_dq, need_dk or need_dv)
-    return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None
+    *tensors, starts, ends = ctx.saved_tensors
+    dq, dk, dv = backward(dO, *tensors, ctx.is_causal, need_dq, need_dk or need_dv, ctx.window, starts, ends)
+    others = (None,) * (len(ctx.needs_input_grad) - 3)
+    return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, *others
 
 
 def _register_operators(
     name: str, forward: Forward, backward: Backward, check: Check
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     @torch.library.custom_op(f"cs336::{name}_forward", mutates_args=())
-    def forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-        return _run_forward(forward, q, k, v, is_causal)
+    def forward_op(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool,
+        window: int | None = None,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return _run_forward(forward, q, k, v, is_causal, window, starts, ends)
 
     @torch.library.custom_op(f"cs336::{name}_backward", mutates_args=())
     def backward_op(
@@ -131,26 +151,29 @@ def _register_operators(
         is_causal: bool,
         need_dq: bool,
         need_dkv: bool,
+        window: int | None = None,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _run_backward(backward, dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv)
+        saved = q, k, v, o, logsumexp
+        return _run_backward(backward, dO, *saved, is_causal, need_dq, need_dkv, window, starts, ends)
 
     @forward_op.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *band: Any) -> tuple[Tensor, Tensor]:
         if not torch.compiler.is_compiling():  # compiling would change the error; the kernel raises it when it runs
             check(q, k, v, is_causal)
         return new_outputs(q)
 
     @backward_op.register_fake
     def _(dO: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *_, need_dq, need_dkv = rest
+        need_dq, need_dkv = rest[3:5]
         return new_gradients(q, k, v, need_dq, need_dkv)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, is_causal = inputs
+        q, k, v, *mask = inputs
         o, logsumexp = output
         ctx.mark_non_differentiable(logsumexp)
-        ctx.save_for_backward(q, k, v, o, logsumexp)
-        ctx.is_causal = is_causal
+        _save(ctx, q, k, v, o, logsumexp, *mask)
 
     def op_backward(ctx: Any, dO: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         return _needed_gradients(name, ctx, dO, backward_op)
@@ -159,19 +182,23 @@ def _register_operators(
     operators = torch.ops.cs336
 
     @register_flop_formula(getattr(operators, f"{name}_forward"))
-    def _(q_shape: Any, k_shape: Any, v_shape: Any, is_causal: bool, *args: Any, **kwargs: Any) -> int:
-        return attention_flops(q_shape, k_shape[-2], is_causal, products=2)
+    def _(
+        q_shape: Any, k_shape: Any, v_shape: Any, is_causal: bool, window: int | None = None, *args: Any, **kwargs: Any
+    ) -> int:
+        return attention_flops(q_shape, k_shape[-2], is_causal, products=2, window=window)
 
     @register_flop_formula(getattr(operators, f"{name}_backward"))
     def _(*shapes_and_flags: Any, **kwargs: Any) -> int:
-        _, q_shape, k_shape, _, _, _, is_causal, need_dq, need_dkv = shapes_and_flags
+        _, q_shape, k_shape, _, _, _, is_causal, need_dq, need_dkv, *band = shapes_and_flags
         products = 2 + need_dq + 2 * need_dkv  # the scores and dP in any case, dQ, dK and dV
-        return attention_flops(q_shape, k_shape[-2], is_causal, products)
+        return attention_flops(q_shape, k_shape[-2], is_causal, products, band[0] if band else None)
 
     return forward_op, backward_op
 
 
-def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _run_forward(
+    forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *band: Any
+) -> tuple[Tensor, Tensor]:
     """Run a kernel's forward pass on tensors whose memory holds their values.
 
     A kernel that caches its launches checks its arguments only once, so here is_causal is checked in every call, and
@@ -181,10 +208,15 @@ def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: b
     try:
         if q.is_neg() or k.is_neg() or v.is_neg():
             q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-        return forward(q, k, v, is_causal)
+        return forward(q, k, v, is_causal, *_given(band))
     except (AttributeError, RuntimeError):  # a check before every launch would cost a microsecond
         check_tensors(q, k, v)
         raise
+
+
+def _given(band: tuple[Any, ...]) -> tuple[Band, ...]:
+    """The band of a call, if it has one."""
+    return () if all(part is None for part in band) else (Band(*band),)
 
 
 def _run_backward(
@@ -198,6 +230,7 @@ def _run_backward(
     is_causal: bool,
     need_dq: bool,
     need_dkv: bool,
+    *band: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run a kernel's backward pass, after handling the cases that are the same for all kernels.
 
@@ -212,7 +245,7 @@ def _run_backward(
     if dO.stride(-1) != 1 or 0 in dO.stride():
         dO = dO.contiguous()  # sum().backward() passes one number, expanded: slow to read, and TMA cannot move it
     logsumexp = logsumexp.contiguous()  # saved-tensor hooks may have changed it
-    return backward(dO, Saved(q, k, v, o, logsumexp, is_causal), need_dq, need_dkv)
+    return backward(dO, Saved(q, k, v, o, logsumexp, is_causal, *_given(band)), need_dq, need_dkv)
 
 
 def empty_outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -12,21 +12,34 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from cs336_basics.model import without_autocast
+from cs336_basics.model import Documents, hidden_keys, without_autocast
 
-from .contract import FLOATING_DTYPES, as_4d, check_qkv, group_size
+from .contract import FLOATING_DTYPES, as_4d, band_of, check_band, check_qkv, group_size
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 # FlexAttention is compiled for up to so many shapes. PyTorch's default limit is 8.
 _FLEX_SHAPES = 256
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which picks one of its own kernels.
 
+    A window and documents become a mask of N_q x N_k for each sequence, and all scores are computed.
     Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
+    if (band := band_of(window, documents)) is not None:
+        check_band(q, k, is_causal, band)
+        hidden = hidden_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
+        return _scaled_dot_product(q, k, v, False, mask=~hidden.flatten(0, -4) if hidden.ndim > 4 else ~hidden)
     if q.is_cuda and (q.numel() == 0 or k.numel() == 0):  # PyTorch 2.11 returns no tensor at all here
         return sdpa_math(q, k, v, is_causal)
     return _scaled_dot_product(q, k, v, is_causal)
@@ -63,8 +76,16 @@ def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
     return _forced(SDPBackend.CUDNN_ATTENTION, "sdpa_cudnn", q, k, v, is_causal)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """PyTorch's FlexAttention, compiled for every shape; the causal mask is one of its block masks, cached.
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """PyTorch's FlexAttention, compiled for every shape; a mask is one of its block masks, cached without documents.
 
     Raises ValueError for inputs that it does not serve: devices other than CUDA, float64, head sizes below 16 and above
     256, and no queries or no keys. Beyond 256 shapes it raises PyTorch's error, because running eagerly would hold all
@@ -73,10 +94,11 @@ def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     _check_supported("flex", q, k, v, is_causal, dtypes=(*_LOW_PRECISION, torch.float32), only_square=False)
     if q.shape[-1] < 16:
         raise ValueError(f"q has head size {q.shape[-1]}: flex serves 16 to 256")
-    return _flex(q, k, v, is_causal)
+    check_band(q, k, is_causal, band_of(window, documents))
+    return _flex(q, k, v, is_causal, window, documents)
 
 
-def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, *, window: int | None = None) -> Tensor:
     """FlashAttention-4 (the package flash-attn-4), written in CuTe-DSL.
 
     Raises ImportError if the package is not installed, and ValueError for inputs that it does not serve: devices other
@@ -90,19 +112,23 @@ def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     _check_supported("fa4", q, k, v, is_causal)
     if q.shape[-1] % 8:
         raise ValueError(f"q has head size {q.shape[-1]}: fa4 serves multiples of 8")
-    result = flash_attn_func(*(as_4d(x).transpose(1, 2) for x in (q, k, v)), causal=is_causal)  # (B, N, H, D)
+    check_band(q, k, is_causal, band_of(window, None))
+    to_its_sides = (None, None) if window is None else (window - 1, 0)
+    by_position = (as_4d(x).transpose(1, 2) for x in (q, k, v))  # (B, N, H, D)
+    result = flash_attn_func(*by_position, causal=is_causal, window_size=to_its_sides)
     o = result[0] if isinstance(result, tuple) else result  # some versions also return the logsumexp
     return o.transpose(1, 2).reshape(q.shape)
 
 
-def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None = None) -> Tensor:
     # The fast kernels accept only four dimensions, and autocast would cast the inputs down to its own dtype.
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
     can_be_unaligned = q.is_cuda and not torch.compiler.is_compiling()
     if can_be_unaligned:
         q4, k4, v4 = _aligned(q4), _aligned(k4), _aligned(v4)
     with without_autocast(q.device.type):
-        o = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal, enable_gqa=group_size(q, k) > 1)
+        is_grouped = group_size(q, k) > 1
+        o = scaled_dot_product_attention(q4, k4, v4, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped)
     if can_be_unaligned and o.requires_grad:
         o.register_hook(_aligned)
     return o.reshape(q.shape)
@@ -132,8 +158,15 @@ def _forced(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, is_
         raise ValueError(f"{given}: PyTorch has no kernel for {name} that serves this") from error
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    block_mask = _causal_block_mask(q.shape[-2], k.shape[-2], q.device) if is_causal else None
+def _flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    block_mask = _block_mask(q.shape[-2], k.shape[-2], q.device, window, documents) if is_causal else None
     run = _flex_attention if torch.compiler.is_compiling() else _run_compiled_flex
     with without_autocast(q.device.type):
         return run(as_4d(q), as_4d(k), as_4d(v), block_mask).reshape(q.shape)
@@ -159,25 +192,29 @@ def _compiled_flex() -> Any:
     return torch.compile(_flex_attention, dynamic=False, fullgraph=True)
 
 
-def _causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        return _new_causal_block_mask(n_q, n_k, device)  # a fake mask must not be cached
-    return _cached_causal_block_mask(n_q, n_k, device)
+def _block_mask(n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None) -> Any:
+    if documents is not None or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return _new_block_mask(n_q, n_k, device, window, documents)  # a fake mask must not be cached
+    return _cached_block_mask(n_q, n_k, device, window)
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
+def _cached_block_mask(n_q: int, n_k: int, device: torch.device, window: int | None) -> Any:
     with torch.inference_mode(False):  # a tensor created in inference mode could not be used in training later
-        return _new_causal_block_mask(n_q, n_k, device)
+        return _new_block_mask(n_q, n_k, device, window, None)
 
 
-def _new_causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
+def _new_block_mask(n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
+    farthest = n_k if window is None else window
+    starts = None if documents is None else documents.starts.reshape(-1, n_q)
 
-    return create_block_mask(sees, None, None, n_q, n_k, device=str(device))
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_near = (query >= key) & (query - key < farthest)
+        return is_near if starts is None else is_near & (key >= starts[batch, query])
+
+    return create_block_mask(sees, None if starts is None else len(starts), None, n_q, n_k, device=str(device))
 
 
 def _check_supported(

@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from cs336_basics.model import scaled_dot_product_attention, without_autocast
+from cs336_basics.model import Documents, hidden_keys, scaled_dot_product_attention, without_autocast
 
-from .contract import FLOATING_DTYPES, check_qkv, group_size, repeat_heads
+from .contract import FLOATING_DTYPES, band_of, check_band, check_qkv, group_size, repeat_heads
 
 
 def naive(
@@ -21,13 +21,17 @@ def naive(
     k: Float[Tensor, "... keys d"],
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
 ) -> Float[Tensor, "... queries d"]:
     """`cs336_basics.model.scaled_dot_product_attention`, the model's default, with the checks of a kernel.
 
     Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
-    return scaled_dot_product_attention(q, k, v, is_causal)
+    check_band(q, k, is_causal, band_of(window, documents))
+    return scaled_dot_product_attention(q, k, v, is_causal, window=window, documents=documents)
 
 
 def attention_with_logsumexp(
@@ -35,6 +39,9 @@ def attention_with_logsumexp(
     k: Float[Tensor, "... keys d"],
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
 ) -> tuple[Float[Tensor, "... queries d"], Float[Tensor, "... queries"]]:
     """`naive`'s output o and the logsumexp of each query's scores, L_i = log(sum_j exp(S_ij)).
 
@@ -47,7 +54,8 @@ def attention_with_logsumexp(
     with without_autocast(q.device.type):
         scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])
         if is_causal:
-            scores = scores.masked_fill(hidden_pairs(q.shape[-2], k.shape[-2], q.device), -math.inf)
+            hidden = hidden_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
+            scores = scores.masked_fill(hidden, -math.inf)
         logsumexp = scores.logsumexp(dim=-1)
         o = (scores - logsumexp[..., None]).exp() @ v.to(wide)
     return o.to(q.dtype), logsumexp
@@ -58,6 +66,9 @@ def vectorized_torch(
     k: Float[Tensor, "... keys d"],
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
 ) -> Float[Tensor, "... queries d"]:
     """Attention as a good PyTorch user writes it: batched products in the inputs' dtype, a softmax in float32.
 
@@ -67,30 +78,29 @@ def vectorized_torch(
     Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
+    check_band(q, k, is_causal, band_of(window, documents))
     with without_autocast(q.device.type):
         rows = (*k.shape[:-2], group_size(q, k) * q.shape[-2])
         scores = (q * (1 / math.sqrt(q.shape[-1]))).reshape(*rows, q.shape[-1]) @ k.mT
         scores = scores.reshape(*q.shape[:-1], k.shape[-2])
         if is_causal:
-            scores = scores.masked_fill(_kept_hidden_pairs(q.shape[-2], k.shape[-2], q.device), -math.inf)
+            hidden = _kept_hidden_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
+            scores = scores.masked_fill(hidden, -math.inf)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
         return (weights.to(q.dtype).reshape(*rows, k.shape[-2]) @ v).reshape(q.shape)
 
 
-def hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Bool[Tensor, "queries keys"]:
-    """True where the causal mask hides key j from query i: where j > i."""
-    return torch.ones(n_q, n_k, dtype=torch.bool, device=device).triu(1)
-
-
-def _kept_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
+def _kept_hidden_keys(
+    n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None
+) -> Bool[Tensor, "... queries keys"]:
     # The compiler fuses the comparison and warns about caches. A fake mask must not be cached.
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        return hidden_pairs(n_q, n_k, device)
-    return _cached_hidden_pairs(n_q, n_k, device)
+    if documents is not None or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return hidden_keys(n_q, n_k, device, window, documents)
+    return _cached_hidden_keys(n_q, n_k, device, window)
 
 
 @functools.lru_cache(maxsize=2)
-def _cached_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
+def _cached_hidden_keys(n_q: int, n_k: int, device: torch.device, window: int | None) -> Tensor:
     # A tensor created in inference mode could not be used in training later.
     with torch.inference_mode(False):
-        return hidden_pairs(n_q, n_k, device)
+        return hidden_keys(n_q, n_k, device, window)
