@@ -78,23 +78,22 @@ def scaled_dot_product_attention(
     with without_autocast(q.device.type):  # autocast would compute the products in its own dtype
         scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
         if is_causal:
-            hidden = hidden_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
-            scores = scores.masked_fill(hidden, float("-inf"))
+            visible = visible_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
+            scores = scores.masked_fill(~visible, float("-inf"))
         return (scores.softmax(dim=-1) @ v.to(dtype)).to(q.dtype)
 
 
-def hidden_keys(
+def visible_keys(
     n_q: int, n_k: int, device: torch.device, window: int | None = None, documents: Documents | None = None
 ) -> Bool[Tensor, "*batch_and_1 queries keys"]:
-    """True where causal attention hides a key from a query. With documents of a batch it has an axis of 1 for heads."""
-    queries, keys = torch.arange(n_q, device=device)[:, None], torch.arange(n_k, device=device)
-    hidden = keys > queries
+    """True where a query sees a key in causal attention. With documents of a batch it has an axis of 1 for heads."""
+    visible = torch.ones(n_q, n_k, dtype=torch.bool, device=device).tril()
     if window is not None:
-        hidden = hidden | (keys <= queries - window)
+        visible = visible.triu(1 - window)
     if documents is not None:
         starts = documents.starts if documents.starts.ndim == 1 else documents.starts.unsqueeze(-2)
-        hidden = hidden | (keys < starts[..., None])
-    return hidden
+        visible = visible & (torch.arange(n_k, device=device) >= starts[..., None])
+    return visible
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from cs336_basics.generate import generate
-from cs336_basics.huggingface import export_hf, import_hf
+from cs336_basics.huggingface import export_hf, import_hf, read_shape
 from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape
 from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer
@@ -167,6 +167,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Mistral",
         dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=None, rope_theta=1e6),
     ),
+    "Mistral-v0.1": ("Mistral", dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=6)),
 }
 """The models that people know, each with its own proportions, made small."""
 
@@ -199,6 +200,21 @@ def test_a_family_is_imported_and_exported_with_the_same_logits_and_text(family:
     assert import_hf(tmp_path / "ours")[0] == shape
 
 
+def test_windows_that_hugging_face_has_otherwise_are_refused(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=2).to_dict()
+    for name, change, message in (
+        ("mistral", dict(sliding_window="all"), "sliding_window is 'all': it must be a positive integer"),
+        ("qwen3", dict(use_sliding_window=True, head_dim=16), "use_sliding_window is True, and only False"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | dict(model_type=name) | change))
+        with pytest.raises(ValueError, match=message):
+            read_shape(tmp_path)
+    shape = dataclasses.replace(SHAPE, window=4)
+    for fields, message in ((dict(qk_norm=True), "qk_norm True"), (dict(window_every=2), "window_every 2")):
+        with pytest.raises(ValueError, match=f"^window is 4 with .*{message}"):
+            export_hf({}, dataclasses.replace(shape, **fields), None, tmp_path / "ours")
+
+
 @pytest.mark.parametrize("place", ["model.layers.1.self_attn.rotary_emb", "model.rotary_emb"])
 def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place: str) -> None:
     """Older versions of transformers wrote them."""
@@ -219,7 +235,6 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
         ("attention_bias", True, "attention_bias is True"),
         ("mlp_bias", True, "mlp_bias is True"),
         ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a positive number"),
-        ("sliding_window", 16, "sliding_window is 16"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'"),
         ("model_type", "gpt2", "model_type is 'gpt2'"),
         ("head_dim", 32, r"k_proj.weight has shape \(64, 64\), and config.json means \(128, 64\)"),

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cs336_basics.model import (
+    Documents,
     Embedding,
     Linear,
     RMSNorm,
@@ -223,6 +224,37 @@ def test_attention_is_computed_in_float32_under_autocast_too():
     torch.testing.assert_close(result, expected, rtol=2 * BF16_ROUNDING, atol=1e-4)
 
 
+def test_a_window_and_documents_hide_keys() -> None:
+    q, k, v = (torch.randn(2, 3, 7, 4, dtype=torch.float64) for _ in range(3))
+    numbers = torch.tensor([[5, 5, 5, 1, 1, 5, 5], [0, 1, 1, 1, 1, 1, 1]])
+    o = scaled_dot_product_attention(q, k, v, True, window=3, documents=Documents.from_numbers(numbers))
+    for b, i in itertools.product(range(2), range(7)):
+        first = i
+        while first > max(0, i - 2) and numbers[b, first - 1] == numbers[b, i]:
+            first -= 1
+        seen = slice(first, i + 1)
+        weights = (k[b, :, seen] @ q[b, :, i, :, None] / 2).softmax(dim=1)
+        torch.testing.assert_close(o[b, :, i], (weights * v[b, :, seen]).sum(1))
+
+
+def test_documents_are_ranges_of_positions() -> None:
+    starts, ends = Documents.from_tokens(torch.tensor([[7, 2, 0, 0, 5, 5], [1, 1, 1, 1, 1, 0]]), end_of_text=0)
+    assert starts.tolist() == [[0, 0, 0, 3, 4, 4], [0] * 6]
+    assert ends.tolist() == [[3, 3, 3, 4, 6, 6], [6] * 6]
+    assert starts.dtype == ends.dtype == torch.int32
+
+
+def test_losses_of_packed_documents_are_those_of_the_documents_alone() -> None:
+    model = small_lm().double()
+    lengths = (1, 7, 3, 5)
+    tokens = torch.randint(31, (1, sum(lengths)))
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    packed = model(tokens, documents=Documents.from_numbers(numbers))
+    alone = torch.cat([model(document) for document in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone)
+    assert not torch.allclose(model(tokens), alone)
+
+
 # Initialisation
 
 # Var of a normal distribution cut at 3 sigma: 1 - 2 * 3 * phi(3) / (2 * Phi(3) - 1).
@@ -331,6 +363,18 @@ def test_logits_with_a_cache_equal_those_of_the_whole(first):
     parts = [model(token_ids[:, :first], cache)]
     parts += [model(token_ids[:, t : t + 1], cache) for t in range(first, 16)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(token_ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_window_is_the_same_with_a_cache(every: int) -> None:
+    model = TransformerLM(31, 16, 24, 3, 3, 36, window=3, window_every=every).double()
+    tokens = torch.randint(31, (2, 9))
+    whole, cache = model(tokens), model.new_cache()
+    parts = [model(tokens[:, :5], cache), *(model(token, cache) for token in tokens[:, 5:].split(1, dim=1))]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    model.layers[0].attn.window = None
+    assert not torch.allclose(model(tokens), whole)
+    assert [layer.attn.window for layer in model.layers[1:]] == ([3, 3] if every == 1 else [None, 3])
 
 
 # Errors

@@ -19,6 +19,7 @@ from tests.kernels.attention_cases import (
     FlashKernelTests,
     KernelTests,
     check_close,
+    check_hidden_tiles_are_skipped,
     compute_truth,
     gradients,
     plain_attention,
@@ -29,6 +30,7 @@ class TestFlashTorch(FlashKernelTests):
     """A tile holds everything at the lengths of the cases."""
 
     name = "flash_torch"
+    bands = True
     function = flash_torch.FlashAttentionTorch
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     cases = QUICK_CASES
@@ -39,6 +41,7 @@ class TestFlashTorchOfManyTiles(KernelTests):
     """Tiles of 16 x 16. The compiler of a model does not see them, so it has nothing to do here."""
 
     name = "flash_torch"
+    bands = True
     random_examples = 10
     test_compiles_with_a_model_without_graph_break = None
 
@@ -51,6 +54,7 @@ class TestFlashTorchOfManyTiles(KernelTests):
 @pytest.mark.gpu
 class TestFlashTorchOnGpu(FlashKernelTests):
     name = "flash_torch"
+    bands = True
     function = flash_torch.FlashAttentionTorch
     device = "cuda"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,11 +107,16 @@ def test_tiles_above_the_diagonal_are_skipped(is_causal: bool, monkeypatch: pyte
     monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 16**2})
     done = []
     one_tile = flash_torch._gradients
-    monkeypatch.setattr(flash_torch, "_gradients", lambda *args: done.append(args[-1]) or one_tile(*args))
+    monkeypatch.setattr(flash_torch, "_gradients", lambda *args: done.append(args[-1] is not None) or one_tile(*args))
     q, k, v = (torch.randn(1, 160, 8, requires_grad=True) for _ in range(3))
     flash_torch.flash_torch(q, k, v, is_causal).sum().backward()
     assert len(done) == (55 if is_causal else 100)
     assert sum(done) == (10 if is_causal else 0)  # masked: those on the diagonal
+
+
+def test_tiles_outside_of_a_window_and_of_documents_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 64**2})
+    check_hidden_tiles_are_skipped(flash_torch.flash_torch, torch.float32, 8)
 
 
 # The backward pass that is one compiled function

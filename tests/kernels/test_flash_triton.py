@@ -36,6 +36,7 @@ on_cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels 
 @on_cpu_only
 class TestFlashTritonInterpreted(FlashKernelTests):
     name = "flash_triton"
+    bands = True
     function = flash_triton.FlashAttentionTriton
     dtypes = (torch.float32,)
     cases = QUICK_CASES
@@ -45,6 +46,7 @@ class TestFlashTritonInterpreted(FlashKernelTests):
 @pytest.mark.gpu
 class TestFlashTriton(FlashKernelTests):
     name = "flash_triton"
+    bands = True
     function = flash_triton.FlashAttentionTriton
     device = "cuda"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)

@@ -27,6 +27,7 @@ COMPILED_CASES = (
 @on_cpu_only
 class TestFlashTritonCompiledInterpreted(FlashKernelTests):
     name = "flash_triton_compiled"
+    bands = True
     function = flash_triton.FlashAttentionTritonCompiled
     cases = COMPILED_CASES
     random_examples = 2
@@ -35,6 +36,7 @@ class TestFlashTritonCompiledInterpreted(FlashKernelTests):
 @pytest.mark.gpu
 class TestFlashTritonCompiled(FlashKernelTests):
     name = "flash_triton_compiled"
+    bands = True
     function = flash_triton.FlashAttentionTritonCompiled
     device = "cuda"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)

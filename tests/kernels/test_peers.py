@@ -42,6 +42,7 @@ class PeerTests(KernelTests):
 
 class TestSdpa(PeerTests):
     name = "sdpa"
+    bands = True
     dtypes = ON_CPU
 
 
@@ -64,6 +65,7 @@ class OnGpu(PeerTests):
 @pytest.mark.gpu
 class TestSdpaOnGpu(OnGpu):
     name = "sdpa"
+    bands = True
     dtypes = (torch.float32, *LOW_PRECISION)
 
 
@@ -88,6 +90,7 @@ class TestFlexOnGpu(OnGpu):
     """Every shape is a compilation of seconds, so it gets few."""
 
     name = "flex"
+    bands = True
     dtypes = (torch.bfloat16,)
     cases: ClassVar[tuple[Case, ...]] = (
         Case(128, 128, 64),
@@ -159,12 +162,12 @@ def test_flex_compiles_beyond_pytorchs_limit_instead_of_running_eagerly() -> Non
 
 
 def test_flex_keeps_few_block_masks_that_training_can_use_after_inference() -> None:
-    peers._cached_causal_block_mask.cache_clear()
+    peers._cached_block_mask.cache_clear()
     with torch.inference_mode():
-        mask = peers._causal_block_mask(200, 300, torch.device("cpu"))
+        mask = peers._block_mask(200, 300, torch.device("cpu"), None, None)
     assert not mask.kv_indices.is_inference()
-    assert peers._causal_block_mask(200, 300, torch.device("cpu")) is mask
-    assert peers._cached_causal_block_mask.cache_info().maxsize is not None
+    assert peers._block_mask(200, 300, torch.device("cpu"), None, None) is mask
+    assert peers._cached_block_mask.cache_info().maxsize is not None
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ def test_truth_computes_in_float32_also_under_autocast(dtype: torch.dtype) -> No
 
 class TestNaive(KernelTests):
     name = "naive"
+    bands = True
     dtypes = ALL_DTYPES
     cases = QUICK_CASES
     random_examples = 10
@@ -66,6 +67,7 @@ class TestNaive(KernelTests):
 
 class TestVectorizedTorch(KernelTests):
     name = "vectorized_torch"
+    bands = True
     dtypes = ALL_DTYPES
     cases = QUICK_CASES
     random_examples = 10
@@ -74,6 +76,7 @@ class TestVectorizedTorch(KernelTests):
 @pytest.mark.gpu
 class TestVectorizedTorchOnGpu(KernelTests):
     name = "vectorized_torch"
+    bands = True
     device = "cuda"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
 

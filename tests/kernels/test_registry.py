@@ -45,5 +45,7 @@ def test_fa4_names_its_package() -> None:
         get_attention("fa4")(*(torch.zeros(1, 16, 64),) * 3)
 
 
-def test_auto_is_pytorchs_choice() -> None:
-    assert get_attention("auto") is peers.sdpa
+def test_auto_is_pytorchs_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 2, 16, 8)
+    monkeypatch.setattr(peers, "sdpa", lambda *q_k_v, **_: "sdpa")
+    assert get_attention("auto")(q, q, q, True) == "sdpa"

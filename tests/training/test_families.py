@@ -1,5 +1,6 @@
 """Models of other architectures through the whole pipeline: trained, resumed, sampled, from and to Hugging Face."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,27 @@ import pytest
 import torch
 import transformers
 
+from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.cli.main import run_command
 from cs336_systems.cli.train import load_config, parse_run_config
+from cs336_systems.config.run import RunConfig
 from cs336_systems.training import train
 from cs336_systems.training.load import export_run, load_model
+from cs336_systems.training.loop import Trainer
+from cs336_systems.training.preflight import check_config
 from tests.distributed import run_ranks
 
 from .helpers import VOCAB_SIZE, make_config, random_tokens, tiny_trainer
 
 GROUPED = dict(d_model=32, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True, tie_embeddings=True)
 SCALED = dict(num_heads=4, num_kv_heads=1, rope_scaling=(4.0, 1.0, 4.0, 8.0), norm_eps=1e-6)
-MODELS: dict[str, dict[str, Any]] = {"grouped, normed, tied": GROUPED, "one key head, scaled": SCALED}
+WINDOWED = dict(num_heads=4, num_kv_heads=2, num_layers=2, window=5, window_every=2)
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped, normed, tied": GROUPED,
+    "one key head, scaled": SCALED,
+    "window": WINDOWED,
+}
 LLAMA = dict(
     vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, rms_norm_eps=1e-5,
@@ -74,6 +84,44 @@ def test_two_ranks_give_the_losses_of_one(parallel: dict[str, Any], precision: s
     alone = losses_of_ranks(tmp_path, {}, precision)
     for found in run_ranks(losses_of_ranks, 2, tmp_path, parallel | dict(devices=2), precision):
         assert found == pytest.approx(alone, rel=1e-5 if precision == "fp32" else 5e-3)
+
+
+def first_losses(config: RunConfig, end_of_text: int) -> list[float]:
+    model = TransformerLM(**dataclasses.asdict(config.model.shape))
+    trainer = Trainer(config, model, random_tokens() % 6, "cpu", end_of_text)
+    with contextlib.closing(trainer):
+        return [trainer.train_step()["loss"], trainer.evaluate(random_tokens(300, seed=1) % 6)]
+
+
+def losses_of_documents(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = dict(model=WINDOWED, data=dict(documents=True), train=train, parallel=parallel)
+    return first_losses(make_config(folder, **settings), end_of_text=3)
+
+
+def test_every_way_of_training_keeps_attention_within_documents(tmp_path: Path) -> None:
+    """As plain attention with a mask does, which `tests/basics/test_model.py` compares with documents alone."""
+    expected = losses_of_documents(tmp_path, {}, {})
+    torch.manual_seed(0)
+    assert first_losses(make_config(tmp_path, model=WINDOWED), end_of_text=3) != pytest.approx(expected, rel=1e-4)
+    for way in (dict(activation_checkpointing="groups_2"), dict(loss_chunk_tokens=7), dict(compile=True)):
+        assert losses_of_documents(tmp_path, {}, way) == pytest.approx(expected, rel=1e-5)
+    for strategy in ("fsdp", "overlap"):
+        for found in run_ranks(losses_of_documents, 2, tmp_path, dict(strategy=strategy, devices=2), {}):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_documents_need_the_tokenizers_end_of_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data\.documents is true: it must be false without a tokenizer"):
+        train(make_config(tmp_path, data=dict(documents=True)))
+
+
+@pytest.mark.parametrize("option", [dict(window=4), dict(documents=True)], ids=str)
+def test_a_kernel_that_serves_neither_is_named(option: dict[str, Any], tmp_path: Path) -> None:
+    groups: dict[str, Any] = dict(data=option) if "documents" in option else dict(model=option)
+    groups["model"] = {**groups.get("model", {}), "attention": "sdpa_math"}
+    with pytest.raises(ValueError, match=rf"^model\.attention is 'sdpa_math', .*sdpa_math.*{next(iter(option))}"):
+        check_config(make_config(tmp_path, **groups), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

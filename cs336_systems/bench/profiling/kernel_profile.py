@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_basics.files import replaced
-from cs336_basics.model import hidden_keys, without_autocast
+from cs336_basics.model import visible_keys, without_autocast
 
 from ...config.checks import require_at_least, without_groups
 from ...machine.hardware import check_precision, select_device
@@ -85,7 +85,7 @@ def annotated_attention(
         with named_range(SCORES):
             scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
             if is_causal:
-                scores = scores.masked_fill(hidden_keys(q.shape[-2], k.shape[-2], q.device), float("-inf"))
+                scores = scores.masked_fill(~visible_keys(q.shape[-2], k.shape[-2], q.device), float("-inf"))
         with named_range(SOFTMAX):
             weights = scores.softmax(dim=-1)
         with named_range(VALUES):

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from cs336_basics.model import Documents, hidden_keys, without_autocast
+from cs336_basics.model import Documents, visible_keys, without_autocast
 
 from .contract import FLOATING_DTYPES, as_4d, band_of, check_band, check_qkv, group_size
 
@@ -38,8 +38,8 @@ def sdpa(
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     if (band := band_of(window, documents)) is not None:
         check_band(q, k, is_causal, band)
-        hidden = hidden_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
-        return _scaled_dot_product(q, k, v, False, mask=~hidden.flatten(0, -4) if hidden.ndim > 4 else ~hidden)
+        visible = visible_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
+        return _scaled_dot_product(q, k, v, False, visible.flatten(0, -4) if visible.ndim > 4 else visible)
     if q.is_cuda and (q.numel() == 0 or k.numel() == 0):  # PyTorch 2.11 returns no tensor at all here
         return sdpa_math(q, k, v, is_causal)
     return _scaled_dot_product(q, k, v, is_causal)

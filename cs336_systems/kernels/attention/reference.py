@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from cs336_basics.model import Documents, hidden_keys, scaled_dot_product_attention, without_autocast
+from cs336_basics.model import Documents, scaled_dot_product_attention, visible_keys, without_autocast
 
 from .contract import FLOATING_DTYPES, band_of, check_band, check_qkv, group_size, repeat_heads
 
@@ -54,8 +54,8 @@ def attention_with_logsumexp(
     with without_autocast(q.device.type):
         scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])
         if is_causal:
-            hidden = hidden_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
-            scores = scores.masked_fill(hidden, -math.inf)
+            visible = visible_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
+            scores = scores.masked_fill(~visible, -math.inf)
         logsumexp = scores.logsumexp(dim=-1)
         o = (scores - logsumexp[..., None]).exp() @ v.to(wide)
     return o.to(q.dtype), logsumexp
@@ -95,7 +95,7 @@ def _kept_hidden_keys(
 ) -> Bool[Tensor, "... queries keys"]:
     # The compiler fuses the comparison and warns about caches. A fake mask must not be cached.
     if documents is not None or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        return hidden_keys(n_q, n_k, device, window, documents)
+        return ~visible_keys(n_q, n_k, device, window, documents)
     return _cached_hidden_keys(n_q, n_k, device, window)
 
 
@@ -103,4 +103,4 @@ def _kept_hidden_keys(
 def _cached_hidden_keys(n_q: int, n_k: int, device: torch.device, window: int | None) -> Tensor:
     # A tensor created in inference mode could not be used in training later.
     with torch.inference_mode(False):
-        return hidden_keys(n_q, n_k, device, window)
+        return ~visible_keys(n_q, n_k, device, window)
