@@ -45,7 +45,7 @@ class DataConfig:
     """Where the text comes from, and where its tokenizer and token files are kept."""
 
     source: Literal["random", "stories", "text", "tinystories", "hf"] = "stories"
-    """stories (generated), tinystories (downloaded), text (your own), hf (a Hugging Face dataset) or random."""
+    """stories (generated), tinystories, text (your own), hf (a dataset) or random."""
     data_dir: str | None = None
     """Folder for text, tokenizer and token files (default: data/SOURCE, for your own text or dataset
     data/SOURCE/NAME)."""
