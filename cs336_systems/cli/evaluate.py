@@ -31,7 +31,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument("--stride", type=int, default=None,
                         help="Tokens between overlapping windows of the text (default: half of one).")  # fmt: skip
     parser.add_argument("--batch_size", type=int, default=4, help="Windows at once.")
-    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, mps, cuda or cuda:N.")
     parser.add_argument("--devices", type=int, default=1, help="Number of GPUs, or of processes on a CPU.")
     parser.add_argument("--out", type=str, default=None, help="JSON file to write, with every document or task.")
     options = parse(parser, arguments)

@@ -18,14 +18,14 @@ def generate(arguments: Sequence[str]) -> int:
     """Run `cs336 generate`, which prints a sample, and return the exit code."""
     parser = make_parser("generate", "Sample from a trained model.")
     parser.add_argument("run", type=str, help="Run folder, checkpoint or Hugging Face folder.")
-    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, mps, cuda or cuda:N.")
     parser.add_class_arguments(SampleConfig)
     options = vars(parse(parser, arguments))
     from ..machine.hardware import use_device
     from ..training.load import load_model
     from ..training.sample import sample_text
 
-    device, run = use_device(options.pop("device")), options.pop("run")
+    device, run = use_device(options.pop("device"), or_mps=True), options.pop("run")
     sampling = SampleConfig(**options)
     loaded = load_model(run)
     text = sample_text(loaded.build(device), tokenizer_of(loaded), sampling)

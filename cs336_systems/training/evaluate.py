@@ -115,6 +115,6 @@ def score_windows(model: TransformerLM, windows: Sequence[Window]) -> list[tuple
     for row, targets, (window, first) in zip(x, tokens[:, 1:], windows, strict=True):
         counts = slice(first, len(window) - 1)
         logits = model.lm_head(row[counts])
-        nats = cross_entropy(logits, targets[counts], reduction="none").double().sum().item()
+        nats = cross_entropy(logits, targets[counts], reduction="none").cpu().double().sum().item()
         scores.append((nats, bool((logits.argmax(-1) == targets[counts]).all())))
     return scores

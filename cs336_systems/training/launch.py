@@ -150,7 +150,7 @@ def device_of_rank(device: str) -> Iterator[torch.device]:
     """
     if not launched():
         check_single_process()
-        yield use_device(device)
+        yield use_device(device, or_mps=True)
         return
     own = use_device_of_rank(device)
     with comm.process_group(own, step_timeout_s=24 * 3600):
