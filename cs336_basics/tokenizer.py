@@ -23,10 +23,10 @@ from .files import replaced
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 """The token after a document: of GPT-2, SmolLM and Qwen; of Llama 3; of Llama 2, TinyLlama and Mistral."""
-DOCUMENT_END = "\uffff"
+DOCUMENT_END = "\n\uffff"
 """Stands after each document of a text in which `<|endoftext|>` and other special tokens are text like any other.
 
-Unicode reserves this character for programs' own use.
+Unicode reserves U+FFFF for programs' own use. The newline lets the text be cut here, whatever the pre-tokenizer.
 """
 MIN_VOCAB_SIZE = 256 + 1  # every byte, and END_OF_TEXT
 

@@ -73,7 +73,7 @@ def write_documents(records: Records, text_field: str, output: Path, separator: 
             if document is None:
                 bad.append(where)
             elif document.strip():
-                text.write(document.replace(DOCUMENT_END, "\ufffd") + separator)
+                text.write(document.replace("\uffff", "\ufffd") + separator)
                 count += 1
             if time.monotonic() > said + _PROGRESS_S:
                 said = time.monotonic()
@@ -105,8 +105,9 @@ def read_dataset(data: DataConfig) -> Records:
     try:
         rows = datasets.load_dataset(**where, name=data.hf_name, split=data.hf_split, streaming=True)
         columns = list(next(iter(rows), [data.text_field]))
-    except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"data.hf_path is {name!r}: {' '.join(str(error).split())}") from error
+    except Exception as error:  # the errors of a network have no common base
+        kind = ValueError if isinstance(error, ValueError | FileNotFoundError) else ConnectionError
+        raise kind(f"data.hf_path is {name!r}: {' '.join(str(error).split())}") from error
     if data.text_field not in columns:
         raise ValueError(f"data.text_field is {data.text_field!r}: {name} has the columns {', '.join(columns)}")
     left = math.inf if data.hf_max_bytes is None else data.hf_max_bytes
@@ -117,7 +118,7 @@ def read_dataset(data: DataConfig) -> Records:
             if left < 0:
                 return
             yield f"{name}, record {i}", text
-    except Exception as error:  # the errors of a network and of a broken file have no common base
+    except Exception as error:
         raise ConnectionError(f"{name} could not be read to its end: {' '.join(str(error).split())}") from error
 
 

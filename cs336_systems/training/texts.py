@@ -138,7 +138,7 @@ def find_split(path: Path, valid_fraction: float, separator: str = END_OF_TEXT) 
     wanted = max(1, int(size * (1 - valid_fraction)))
     with path.open("rb") as file:
         file.seek(wanted)
-        following = file.read(1 << 20)
+        following = file.read(1 << 20).removesuffix(separator.encode())  # nothing may follow the last one
     for mark in (re.escape(separator.encode()) + rb"(?:\r\n|\r|\n)?", rb"\n"):
         found = re.search(mark, following)
         if found is not None and found.end() < len(following):

@@ -197,6 +197,10 @@ def test_special_tokens_in_marked_documents_are_text(pre_tokenizer, documents, b
         assert [i for ids in Tokenizer(library).encode_stream(blocks, separator=DOCUMENT_END) for i in ids] == expected
 
 
+def test_marked_documents_without_a_space_are_cut_between_them():
+    assert len(list(split_pieces(["猫が好き。" + DOCUMENT_END] * 100, 50))) > 10
+
+
 @pytest.mark.parametrize("text", ["go.\n" * 60_000, f"1234.{END_OF_TEXT}\n" * 60_000], ids=["one", "documents"])
 def test_a_long_text_for_gpt_4s_words_encodes_as_the_whole(text):
     tokenizer = Tokenizer(foreign("GPT-4"))

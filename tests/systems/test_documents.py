@@ -71,6 +71,11 @@ def test_no_file_is_an_error_with_the_field(name: str, message: str, tmp_path: P
         find_files(str(tmp_path / name), "data.train_text")
 
 
+def test_what_cannot_be_in_the_text_is_replaced(tmp_path: Path) -> None:
+    write_documents([("here", f"half a pair \ud800, a mark{DOCUMENT_END}")], "text", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == f"half a pair ?, a mark\n\ufffd{DOCUMENT_END}"
+
+
 def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out.txt"
     path.write_text(lines(["good"] * 200) + "{\n" + lines([None]))
