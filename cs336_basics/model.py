@@ -178,13 +178,15 @@ class RotaryEmbedding(nn.Module):
         if dim % 2:
             raise ValueError(f"dim is {dim}: rotary embedding turns pairs, so it must be even")
         super().__init__()
-        frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        if scaling is not None:
-            frequency = _slower(frequency, *scaling)
-        # float64 until the end: a float32 product is off by up to 1e-3 rad at position 16,384.
-        angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency)
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        device = torch.get_default_device()
+        with torch.device("cpu"):  # Apple's GPUs have no float64
+            frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+            if scaling is not None:
+                frequency = _slower(frequency, *scaling)
+            # float64 until the end: a float32 product is off by up to 1e-3 rad at position 16,384.
+            angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency)
+        self.register_buffer("cos", angle.cos().float().to(device), persistent=False)
+        self.register_buffer("sin", angle.sin().float().to(device), persistent=False)
 
     def forward(self, x: Float[Tensor, "... positions dim"], start: int = 0) -> Float[Tensor, "... positions dim"]:
         """Rotate x, whose first position is `start`. Computes in float32, at least, and returns x's dtype."""

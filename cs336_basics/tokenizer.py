@@ -6,6 +6,8 @@ decodes back exactly. Any other tokenizer.json of the library can be loaded too,
 """
 
 import codecs
+import copy
+import functools
 import hashlib
 import math
 import os
@@ -21,6 +23,11 @@ from .files import replaced
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 """The token after a document: of GPT-2, SmolLM and Qwen; of Llama 3; of Llama 2, TinyLlama and Mistral."""
+DOCUMENT_END = "\n\uffff"
+"""Stands after each document of a text in which `<|endoftext|>` and other special tokens are text like any other.
+
+Unicode reserves U+FFFF for programs' own use. The newline lets the text be cut here, whatever the pre-tokenizer.
+"""
 MIN_VOCAB_SIZE = 256 + 1  # every byte, and END_OF_TEXT
 
 _READ_BYTES = 1 << 20  # bytes per read
@@ -32,6 +39,7 @@ _LONGEST_PIECE = 1 << 27  # takes 19 GB, because the library needs about 140 byt
 # Where a text may be cut: a piece ends where the pattern begins.
 _WORD = re.compile(r"(?<=\S)[ \n]")  # Python's \s covers all of Unicode's White_Space, so \S is always visible text
 _DOCUMENT = re.compile(re.escape(END_OF_TEXT))
+_MARKED_DOCUMENT = re.compile(DOCUMENT_END)
 _NOWHERE = re.compile(r"(?!)")
 
 
@@ -205,9 +213,10 @@ class Tokenizer:
         self._cut = _where_to_cut(library_tokenizer, self.end_of_text)
 
     @classmethod
-    def train(cls, blocks: Iterable[str], vocab_size: int) -> "Tokenizer":
+    def train(cls, blocks: Iterable[str], vocab_size: int, separator: str = END_OF_TEXT) -> "Tokenizer":
         """Train on a stream of text until the vocabulary has vocab_size tokens (fewer if the text runs out of pairs).
 
+        separator: stands between documents, END_OF_TEXT or DOCUMENT_END.
         Raises ValueError for a vocabulary too small for the 256 bytes and the special token.
         """
         check_vocab_size(vocab_size)
@@ -222,7 +231,7 @@ class Tokenizer:
         )
         # The trainer does not remove special tokens from the text, so they are removed here.
         documents = (
-            word for piece in split_pieces(blocks) for part in piece.split(END_OF_TEXT) for word in _break_up(part)
+            word for piece in split_pieces(blocks) for part in piece.split(separator) for word in _break_up(part)
         )
         tokenizer.train_from_iterator(documents, trainer)
         return cls(tokenizer)
@@ -263,26 +272,46 @@ class Tokenizer:
     def _with_own_end(self, text: str) -> str:
         return text if self.end_of_text == END_OF_TEXT else text.replace(END_OF_TEXT, self.end_of_text)
 
-    def encode_stream(self, blocks: Iterable[str], name: str = "the text") -> Iterator[list[int]]:
+    def encode_stream(
+        self, blocks: Iterable[str], name: str = "the text", separator: str = END_OF_TEXT
+    ) -> Iterator[list[int]]:
         """Yield the IDs of a stream of text, one list per piece; concatenated they equal `encode` of the whole text.
+
+        With separator DOCUMENT_END, they are those of the documents, each with an end-of-text token in place of its
+        mark, and special tokens in the documents are text.
 
         Pieces go to the library in batches, which it spreads over the cores. With GPT-2's pre-tokenizer a piece ends
         after a word, with another one before an `<|endoftext|>`. Raises ValueError, naming the text, if a piece would
         have more than 2^27 characters.
         """
+        is_marked = separator == DOCUMENT_END
+        cut = _MARKED_DOCUMENT if is_marked and self._cut != _WORD else self._cut
+        encode = self._encode_marked if is_marked else self._encode_batch
         batch: list[str] = []
         batch_chars = 0
-        for piece in split_pieces(blocks, cut=self._cut, longest_piece=_LONGEST_PIECE, name=name):
+        for piece in split_pieces(blocks, cut=cut, longest_piece=_LONGEST_PIECE, name=name):
             batch.append(piece)
             batch_chars += len(piece)
             if batch_chars >= _BATCH_CHARS:
-                yield from self._encode_batch(batch)
+                yield from encode(batch)
                 batch, batch_chars = [], 0
-        yield from self._encode_batch(batch)
+        yield from encode(batch)
 
     def _encode_batch(self, batch: list[str]) -> Iterator[list[int]]:
         for encoding in self._tokenizer.encode_batch_fast([*map(self._with_own_end, batch)], add_special_tokens=False):
             yield encoding.ids
+
+    def _encode_marked(self, batch: list[str]) -> Iterator[list[int]]:
+        parts = [part for piece in batch for part in re.split(f"({DOCUMENT_END})", piece)]
+        for part, encoding in zip(parts, self._literal.encode_batch_fast(parts, add_special_tokens=False), strict=True):
+            yield [self.end_of_text_id] if part == DOCUMENT_END else encoding.ids
+
+    @functools.cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, but special tokens in a text are text to it."""
+        literal = copy.deepcopy(self._tokenizer)
+        literal.encode_special_tokens = True
+        return literal
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of token IDs, special tokens included. Bytes that are not UTF-8 become U+FFFD."""

@@ -171,7 +171,7 @@ class Commands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.options = {"--help", "--version"}
-        for module in ("train", "models", "bench", "plan", "profile", "report", "speedrun.command"):
+        for module in ("train", "models", "evaluate", "bench", "plan", "profile", "report", "speedrun.command"):
             monkeypatch.setattr(f"cs336_systems.cli.{module}.parse", self._parse)
 
     def _parse(self, parser: Any, arguments: list[str]) -> None:

@@ -18,7 +18,7 @@ COMMANDS = {
     "train": ("train:train", "train a language model: text in, trained model out"),
     "speedrun": ("speedrun.command:speedrun", "choose and train the best model for a time budget"),
     "generate": ("models:generate", "sample from a trained model"),
-    "evaluate": ("models:evaluate", "measure how well a trained model predicts a text"),
+    "evaluate": ("evaluate:evaluate", "measure a trained model on a text or on standard tasks"),
     "export": ("models:export", "write a trained model as a Hugging Face folder"),
     "import-hf": ("models:import_hf", "make a run from a Hugging Face folder"),
     "bench": ("bench:bench", "benchmark the parts"),

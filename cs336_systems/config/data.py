@@ -8,14 +8,15 @@ from typing import Any, Literal
 from .checks import check_types, require_at_least, require_field
 
 _FILES = {"tokenizer": "tokenizer.json", "train_tokens": "train.npy", "valid_tokens": "valid.npy"}
+_NAMES = ("train_text", "hf_path", "hf_name")
 _TEXTS_AND_TOKENS = ("train_text", "valid_text", "train_tokens", "valid_tokens")
 
 
-def _default_folder(source: str, train_text: str | None) -> str:
-    """data/SOURCE, and for the user's text data/text/NAME after its path, because each text has files of its own."""
-    text = Path(str(train_text or ""))
-    names = (name.replace("*", "all") for name in (*text.parts[:-1], text.stem) if name not in ("", "/", ".."))
-    return "/".join(("data", str(source), *names))
+def _default_folder(source: str, *names: str | None) -> str:
+    """data/SOURCE, and below it folders after the user's text or dataset, because each has files of its own."""
+    text = Path(*(str(name) for name in names if name))
+    parts = (part.replace("*", "all") for part in (*text.parts[:-1], text.stem) if part not in ("", "/", ".."))
+    return "/".join(("data", str(source), *parts))
 
 
 def _default_paths(folder: str, train_tokens: str | None) -> dict[str, str]:
@@ -35,7 +36,7 @@ def without_default_paths(data: dict[str, Any]) -> dict[str, Any]:
     if source is None or folder is None:
         return data
     defaults = _default_paths(folder, data.get("train_tokens"))
-    defaults["data_dir"] = _default_folder(source, data.get("train_text"))
+    defaults["data_dir"] = _default_folder(source, *(data.get(name) for name in _NAMES))
     return {name: value for name, value in data.items() if name not in defaults or value != defaults[name]}
 
 
@@ -43,19 +44,31 @@ def without_default_paths(data: dict[str, Any]) -> dict[str, Any]:
 class DataConfig:
     """Where the text comes from, and where its tokenizer and token files are kept."""
 
-    source: Literal["random", "stories", "text", "tinystories"] = "stories"
-    """stories (generated), tinystories (downloaded), text (your own) or random."""
+    source: Literal["random", "stories", "text", "tinystories", "hf"] = "stories"
+    """stories (generated), tinystories, text (your own), hf (a dataset) or random."""
     data_dir: str | None = None
-    """Folder for text, tokenizer and token files (default: data/SOURCE, for your own text data/text/NAME)."""
+    """Folder for text, tokenizer and token files (default: data/SOURCE, for your own text or dataset
+    data/SOURCE/NAME)."""
     train_text: str | None = None
     """Text to train on, for source text: a file, a folder or a pattern such as 'books/*.txt'. Files may be text, .jsonl
     or .parquet, compressed as .gz or .zst too. Not needed if you provide both token files."""
     valid_text: str | None = None
     """Text to validate on, for source text (default: the last valid_fraction of train_text)."""
     text_field: str = "text"
-    """Field of .jsonl and .parquet records that has the text."""
+    """Field of .jsonl and .parquet records, or column of a dataset, that has the text."""
+    special_tokens_in_text: bool = False
+    """Whether <|endoftext|> and other special tokens in records and datasets are tokens, not text. In text files
+    <|endoftext|> always separates documents."""
+    hf_path: str | None = None
+    """Dataset to train on, for source hf: its name on the Hugging Face Hub, or a local folder or file."""
+    hf_name: str | None = None
+    """Configuration of the dataset, if it has several."""
+    hf_split: str = "train"
+    """Split of the dataset. Its last valid_fraction is for validation."""
+    hf_max_bytes: int | None = None
+    """Read only the dataset's first documents, up to this many bytes of text."""
     valid_fraction: float = 0.1
-    """Fraction of train_text held out for validation if there is no valid_text."""
+    """Fraction of the text held out for validation if there is no valid_text."""
     tokenizer: str | None = None
     """Tokenizer file, trained if it is missing and tokens must be made (default: DATA_DIR/tokenizer.json; train_tokens
     from another folder use it only if their sidecar says that it made them)."""
@@ -80,12 +93,16 @@ class DataConfig:
             accepted = f"left out unless data.source is 'text' (it is {self.source!r})"
             require_field(self, "data.train_text", self.train_text is None, accepted)
             require_field(self, "data.valid_text", self.valid_text is None, accepted)
+        if self.source != "hf":
+            accepted = f"left out unless data.source is 'hf' (it is {self.source!r})"
+            require_field(self, "data.hf_path", self.hf_path is None, accepted)
         require_field(self, "data.valid_fraction", 0 < self.valid_fraction < 1, "above 0 and below 1")
         require_at_least(self, "data", 10_000, "story_chars")
         require_at_least(self, "data", 2, "random_tokens")
         require_at_least(self, "data", 1 << 16, "tokenizer_sample_bytes")  # one piece of text, see sample_evenly
+        require_at_least(self, "data", 1, "hf_max_bytes")
         require_at_least(self, "data", 0, "seed")
-        folder = self.data_dir or _default_folder(self.source, self.train_text)
+        folder = self.data_dir or _default_folder(self.source, *(getattr(self, name) for name in _NAMES))
         object.__setattr__(self, "data_dir", folder)
         for name, path in _default_paths(folder, self.train_tokens).items():
             if getattr(self, name) is None:

@@ -110,7 +110,7 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     """Clip gradients to this global norm. null measures the norm without clipping."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N. auto uses the GPU if there is one."""
+    """auto, cpu, mps, cuda or cuda:N. auto uses the GPU if there is one."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of computation. With bf16 and fp16 the model has 16-bit matrices, and the optimizer their float32 masters.
     Embedding and norms stay float32. torch_ddp and torch_fsdp keep float32 weights. fp16 also scales the loss."""

@@ -51,14 +51,18 @@ def allows_tf32() -> bool:
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def select_device(name: str) -> torch.device:
-    """The device for `train.device`: auto, cpu, cuda or cuda:N. Raises ValueError if this machine lacks it."""
+def select_device(name: str, or_mps: bool = False) -> torch.device:
+    """The device for `train.device`: auto, cpu, cuda or cuda:N. Raises ValueError if this machine lacks it.
+
+    or_mps: the device may also be mps, the GPU of an Apple computer, which auto takes if there is one.
+    """
+    or_mps = or_mps and torch.backends.mps.is_available()
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
-    if match is None:
-        raise ValueError(f"train.device is {name!r}: it must be auto, cpu, cuda or cuda:N")
-    if name != "cpu":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if or_mps else "cpu")
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name) or (or_mps and re.fullmatch("mps", name))
+    if not match:
+        raise ValueError(f"train.device is {name!r}: it must be auto, cpu{', mps' if or_mps else ''}, cuda or cuda:N")
+    if name.startswith("cuda"):
         count = gpu_count()
         if int(match[1] or 0) >= count:
             there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
@@ -68,9 +72,9 @@ def select_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def use_device(name: str) -> torch.device:
+def use_device(name: str, or_mps: bool = False) -> torch.device:
     """Select a device and make it current, because streams and graphs are created on the current device."""
-    device = select_device(name)
+    device = select_device(name, or_mps)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
         torch.cuda.reset_peak_memory_stats(device)
@@ -101,7 +105,7 @@ def start_copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
     queued work is done, so that launches and frees of other threads wait too.
     """
     if not tensor.is_cuda:
-        return lambda: tensor
+        return tensor.cpu
     copy = tensor.to("cpu", non_blocking=True)  # to pinned memory
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(tensor.device))

@@ -106,7 +106,7 @@ class AsyncSaver:
         if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
             buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
             self._buffers[name] = buffer
-        buffer.copy_(source, non_blocking=True)
+        buffer.copy_(source, non_blocking=source.is_cuda)
         return Rows(buffer, tensor.shape, tensor.first_row) if isinstance(tensor, Rows) else buffer
 
 

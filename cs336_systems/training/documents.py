@@ -1,16 +1,23 @@
-"""The user's files as documents: text files, JSON lines and Parquet, one or many, compressed or not."""
+"""The user's documents: text files, JSON lines and Parquet, one or many, compressed or not, and Hugging Face datasets.
+
+`<|endoftext|>` separates documents in text files. A record is one document, in which it is text like any other.
+"""
 
 import contextlib
 import gzip
 import importlib
 import json
 import logging
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from cs336_basics.files import replaced
-from cs336_basics.tokenizer import END_OF_TEXT
+from cs336_basics.tokenizer import DOCUMENT_END, documents_of
+
+from ..config.data import DataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +27,13 @@ _MOST_BAD = 0.01
 """The largest share of records that may be without text."""
 _SHOWN = 3
 """Bad records that are named."""
+_ALL_BAD = 1_000
+"""If so many records at the beginning have no text, the others are not read."""
+_PROGRESS_S = 10
+"""Time between two lines of progress."""
+
+Records = Iterable[tuple[str, str | None]]
+"""The place of each record and its text, None if it has none."""
 
 
 def is_plain(name: str) -> bool:
@@ -49,27 +63,67 @@ def find_files(name: str, field: str) -> list[Path]:
     return found
 
 
-def write_documents(files: list[Path], text_field: str, output: Path) -> None:
-    """Write the documents of all files into one text, with `<|endoftext|>` between them.
+def write_documents(records: Records, text_field: str, output: Path, separator: str = DOCUMENT_END) -> None:
+    """Write documents into one text, each with the separator after it.
 
-    Raises ValueError naming file and line if over a hundredth of the records have no text.
+    Raises ValueError naming the first bad records if over a hundredth have no text.
     """
-    count, bad = 0, list[str]()
-    with replaced(output) as beside, beside.open("w", encoding="utf-8") as text:
-        for file in files:
-            for where, document in _records(file, text_field):
-                if document is None:
-                    bad.append(f"{file}, record {where}")
-                elif document.strip():
-                    text.write(f"{END_OF_TEXT}\n{document}" if count else document)
-                    count += 1
+    count, bad, said = 0, list[str](), time.monotonic()
+    # What is no Unicode, half of a surrogate pair, becomes a question mark.
+    with replaced(output) as beside, beside.open("w", encoding="utf-8", errors="replace") as text:
+        for where, document in records:
+            if document is None:
+                bad.append(where)
+                if len(bad) == _ALL_BAD and not count:
+                    break
+            elif document.strip():
+                text.write(document.replace("\uffff", "\ufffd") + separator)
+                count += 1
+            if time.monotonic() > said + _PROGRESS_S:
+                said = time.monotonic()
+                logger.info("text: %s documents so far, %.2f GB", f"{count:,}", text.tell() / 1e9)
         if bad:
             named = "; ".join(bad[:_SHOWN]) + ("; ..." if len(bad) > _SHOWN else "")
             message = f"{len(bad):,} of {count + len(bad):,} records have no text in {text_field!r}: {named}"
             if len(bad) > _MOST_BAD * (count + len(bad)):
                 raise ValueError(f"{message} (data.text_field names the field)")
             logger.warning("text: %s", message)
-    logger.info("text: %s documents of %s files in %s", f"{count:,}", f"{len(files):,}", output)
+    logger.info("text: %s documents in %s", f"{count:,}", output)
+
+
+def read_files(files: list[Path], text_field: str) -> Records:
+    """The documents of text files, and the records of others."""
+    for file in files:
+        for where, text in _records(file, text_field):
+            yield f"{file}, record {where}", text
+
+
+def read_dataset(data: DataConfig) -> Records:
+    """The records of the dataset `data.hf_path`, read while it is downloaded, up to `data.hf_max_bytes` of text.
+
+    Raises ValueError naming the field if there is no such dataset or column, and ConnectionError if the download fails.
+    """
+    datasets = _package("datasets", f"data.source {data.source!r}")
+    name, path = str(data.hf_path), Path(str(data.hf_path))
+    where = dict(path=str(path.resolve().parent), data_files=path.name) if path.is_file() else dict(path=name)
+    try:
+        rows = datasets.load_dataset(**where, name=data.hf_name, split=data.hf_split, streaming=True)
+        columns = list(next(iter(rows), [data.text_field]))
+    except Exception as error:  # the errors of a network have no common base
+        kind = ValueError if isinstance(error, ValueError | FileNotFoundError) else ConnectionError
+        raise kind(f"data.hf_path is {name!r}: {' '.join(str(error).split())}") from error
+    if data.text_field not in columns:
+        raise ValueError(f"data.text_field is {data.text_field!r}: {name} has the columns {', '.join(columns)}")
+    left = math.inf if data.hf_max_bytes is None else data.hf_max_bytes
+    try:
+        for i, row in enumerate(rows, 1):
+            text = row[data.text_field] if isinstance(row[data.text_field], str) else None
+            left -= len((text or "").encode(errors="replace"))
+            if left < 0:
+                return
+            yield f"{name}, record {i}", text
+    except Exception as error:
+        raise ConnectionError(f"{name} could not be read to its end: {' '.join(str(error).split())}") from error
 
 
 def _is_pattern(path: Path) -> bool:
@@ -81,7 +135,7 @@ def _kind(file: Path) -> str:
 
 
 def _records(file: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
-    """Number and text of each record, from 1; None where there is no text. A text file is one record."""
+    """Number and text of each record or document of a text, from 1; None where there is no text."""
     if _kind(file) == ".parquet":
         parquet: Any = _package("pyarrow.parquet", file)
         table = parquet.ParquetFile(file)
@@ -95,7 +149,7 @@ def _records(file: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
         with contextlib.ExitStack() as stack:
             opened: Any = stack.enter_context(_open(file))
             if _kind(file) not in _RECORDS:
-                yield 1, opened.read()
+                yield from enumerate(documents_of(iter(lambda: opened.read(1 << 20), "")), 1)
                 return
             for i, line in enumerate(opened, 1):
                 if line.strip():
@@ -121,9 +175,9 @@ def _text_of(line: str, text_field: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _package(module: str, file: Path) -> Any:
+def _package(module: str, what: object) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ValueError(f"{file} needs the package {package}: pip install {package}") from error
+        raise ValueError(f"{what} needs the package {package}: pip install {package}") from error

@@ -5,14 +5,23 @@ overlap, so that every token but the first ones has at least context_length - st
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
+from typing import TypeVar
 
 import torch
 
 from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.tokenizer import Tokenizer
+
+from ..parallel import comm
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Window = tuple[list[int], int]
+"""Neighbouring tokens, up to one more than the context length, and the first position whose prediction counts."""
 
 
 @dataclass
@@ -37,7 +46,16 @@ class Score:
         }
 
 
-@torch.no_grad()
+def over_ranks(function: Callable[[Iterable[Item]], list[Result]], items: Iterable[Item]) -> list[Result]:
+    """`function(items)`, which has a result for each item. The items are dealt out over the ranks of the process group.
+
+    All ranks call it together with the same items, and get all results.
+    """
+    own = function(islice(items, comm.rank(), None, comm.world_size()))
+    dealt = zip_longest(*comm.all_gather_objects(own, "results of all ranks"))
+    return [result for turn in dealt for result in turn if result is not None]
+
+
 def score_documents(
     model: TransformerLM,
     tokenizer: Tokenizer,
@@ -46,7 +64,7 @@ def score_documents(
     stride: int,
     batch_size: int = 4,
 ) -> list[Score]:
-    """The score of each document that has tokens, in windows of the context length.
+    """The score of each document that has tokens, in windows of the context length, by all ranks together.
 
     Raises ValueError for a context_length that the model lacks, and for a stride that is not from 1 to it.
     """
@@ -55,28 +73,28 @@ def score_documents(
         raise ValueError(f"context_length is {context_length}: it must be {accepted}")
     if not 1 <= stride <= context_length:
         raise ValueError(f"stride is {stride}: it must be from 1 to the context_length, {context_length}")
-    scores: list[Score] = []
-    batch: list[tuple[Score, list[int], int]] = []
-    for document in documents:
-        ids = [tokenizer.end_of_text_id, *tokenizer.encode(document)]
-        if len(ids) == 1:
-            continue
-        scores.append(Score(tokens=len(ids) - 1, bytes=len(document.encode())))
-        for window, scored_from in windows(ids, context_length, stride):
-            batch.append((scores[-1], window, scored_from))
-            if len(batch) == batch_size:
-                _score(model, batch)
-                batch = []
-    if batch:
-        _score(model, batch)
-    return scores
+
+    def score_own(documents: Iterable[str]) -> list[Score]:
+        scores: list[Score] = []
+
+        def windows_of_all() -> Iterator[tuple[Score, Window]]:
+            for document in documents:
+                ids = [tokenizer.end_of_text_id, *tokenizer.encode(document)]
+                if len(ids) > 1:
+                    scores.append(Score(tokens=len(ids) - 1, bytes=len(document.encode())))
+                    yield from ((scores[-1], window) for window in windows(ids, context_length, stride))
+
+        remaining = windows_of_all()
+        while batch := list(islice(remaining, batch_size)):
+            for (score, _), (nats, _) in zip(batch, score_windows(model, [w for _, w in batch]), strict=True):
+                score.nats += nats
+        return scores
+
+    return over_ranks(score_own, documents)
 
 
-def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Parts of up to length + 1 neighbouring tokens, and the first position of each whose prediction counts.
-
-    A part's last `length` tokens are predicted from those before them. Each token but the first counts once.
-    """
+def windows(ids: list[int], length: int, stride: int) -> Iterator[Window]:
+    """Windows of up to length + 1 tokens, in which each token but the first counts once."""
     counted = start = 0
     while counted < len(ids) - 1:
         window = ids[start : start + length + 1]
@@ -85,12 +103,18 @@ def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int
         start += stride
 
 
-def _score(model: TransformerLM, batch: list[tuple[Score, list[int], int]]) -> None:
+@torch.no_grad()
+def score_windows(model: TransformerLM, windows: Sequence[Window]) -> list[tuple[float, bool]]:
+    """The nats of each window's tokens that count, and whether all of them are the model's first choices."""
     device = model.lm_head.weight.device
-    rows = [torch.tensor(window) for _, window, _ in batch]
+    rows = [torch.tensor(window) for window, _ in windows]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # what follows does not change a row
     x = model.ln_final(model.through_blocks(model.token_embeddings(tokens[:, :-1])))
+    scores = []
     # The head takes a row at a time: the logits of all may not fit into memory.
-    for row, targets, (score, window, scored_from) in zip(x, tokens[:, 1:], batch, strict=True):
-        nats = cross_entropy(model.lm_head(row), targets, reduction="none")
-        score.nats += nats[scored_from : len(window) - 1].double().sum().item()
+    for row, targets, (window, first) in zip(x, tokens[:, 1:], windows, strict=True):
+        counts = slice(first, len(window) - 1)
+        logits = model.lm_head(row[counts])
+        nats = cross_entropy(logits, targets[counts], reduction="none").cpu().double().sum().item()
+        scores.append((nats, bool((logits.argmax(-1) == targets[counts]).all())))
+    return scores

@@ -24,10 +24,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..config.run import RunConfig
-from ..machine.console import Ended, start_console
+from ..machine.console import Ended, check_single_process, start_console
 from ..machine.hardware import select_device, use_device
-from ..parallel import failure
-from ..parallel.ranks import environment_rank, local_rank, local_world_size
+from ..parallel import comm, failure
+from ..parallel.ranks import environment_rank, launched, local_rank, local_world_size
 from .checkpoint import CheckpointError
 from .loop import NonFiniteError
 from .result import RunResult
@@ -140,6 +140,33 @@ def use_device_of_rank(device: str) -> torch.device:
     check_devices(device, local_world_size(), "LOCAL_WORLD_SIZE (torchrun's --nproc-per-node)")
     kind = select_device(device).type
     return use_device(f"cuda:{local_rank()}" if kind == "cuda" else kind)
+
+
+@contextlib.contextmanager
+def device_of_rank(device: str) -> Iterator[torch.device]:
+    """This process's device, in a process group if a launcher has started several processes.
+
+    Ranks may wait for each other for a day.
+    """
+    if not launched():
+        check_single_process()
+        yield use_device(device, or_mps=True)
+        return
+    own = use_device_of_rank(device)
+    with comm.process_group(own, step_timeout_s=24 * 3600):
+        yield own
+
+
+def launch_program(program: list[str], count: int) -> None:
+    """Run `python PROGRAM... PARENT` in `count` processes on this machine.
+
+    Raises the error of the first process that failed, and KeyboardInterrupt, or its subclass Ended, for a signal.
+    """
+    with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
+        try:
+            run_processes(program, count, Path(folder))
+        except SignalException as error:
+            raise (KeyboardInterrupt if isinstance(error, _Interrupt) else Ended(error.sigval)) from None
 
 
 def check_launch(config: RunConfig) -> None:

@@ -294,10 +294,12 @@ class Trainer:
         self.loader.close()
 
     def peak_memory_bytes(self) -> int:
-        """Peak memory of the GPU's allocator, or on a CPU of the process."""
+        """Peak memory of the GPU's allocator, or on other devices of the process; 0 where the system does not tell."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        import resource
-
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -96,8 +96,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     masters: the float32 weights of the 16-bit parameters, which are taken out of it. They are the state MASTER; any
     other parameter is float32, and its own master. All state exists from the beginning and stays where it is, so that a
-    step can be recorded in a CUDA graph: load state into its tensors. `lr` of the groups is a float64 tensor on the
-    device. factor: `GradientScale.factor`; where it is 0, a step changes nothing.
+    step can be recorded in a CUDA graph: load state into its tensors. `lr` of the groups is a float64 tensor, on a
+    CUDA device if the parameters are. factor: `GradientScale.factor`; where it is 0, a step changes nothing.
 
     Raises ValueError for a 16-bit parameter without master, and for one that is not contiguous.
     """
@@ -115,8 +115,8 @@ class FusedAdamW(torch.optim.Optimizer):
     ) -> None:
         self._factor, self._masters = factor, masters
         self._tables: dict[Any, Any] = {}  # of the kernels
-        lr_on_device = torch.tensor(lr, dtype=torch.float64, device=factor.device)
-        super().__init__(params, dict(lr=lr_on_device, betas=betas, eps=eps, weight_decay=weight_decay))
+        lr_tensor = torch.tensor(lr, dtype=torch.float64, device=factor.device if factor.is_cuda else "cpu")
+        super().__init__(params, dict(lr=lr_tensor, betas=betas, eps=eps, weight_decay=weight_decay))
         self._state_at_start = self.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

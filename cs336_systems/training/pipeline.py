@@ -30,7 +30,7 @@ def train(config: RunConfig) -> RunResult:
         check_single_process()
         if config.parallel.devices > 1:
             return launch(config)
-        return train_on(config, use_device(config.train.device))
+        return train_on(config, use_device(config.train.device, or_mps=True))
     check_launch(config)
     device = use_device_of_rank(config.train.device)
     parallel = config.parallel

@@ -84,11 +84,12 @@ def prepare_data(config: RunConfig, before_making: BeforeMaking = None) -> Prepa
             f"data.valid_tokens is {data.valid_tokens!r}: it must differ from data.train_tokens, because both files "
             "are made (--skip_data uses an existing file as it is)"
         )
-    if data.source == "text" and not data.train_text:
-        raise ValueError(
-            f"data.train_text is {shown(data.train_text)}: it must be a path, because data.source is 'text' and "
-            f"{train_path} and {valid_path} are not both files of your own"
-        )
+    for source, name, accepted in (("text", "train_text", "a path"), ("hf", "hf_path", "a dataset's name or folder")):
+        if data.source == source and not getattr(data, name):
+            raise ValueError(
+                f"data.{name} is {shown(getattr(data, name))}: it must be {accepted}, because data.source is "
+                f"{source!r} and {train_path} and {valid_path} are not both files of your own"
+            )
     make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
     with one_at_a_time(train_path.parent):
         make(config, before_making)
@@ -148,7 +149,7 @@ def _train_tokenizer(config: RunConfig, text: TextSpan) -> None:
             "(data.tokenizer_sample_bytes)"
         )
         blocks = sample_evenly(blocks, sample_bytes, text.size)
-    tokenizer = Tokenizer.train(blocks, vocab_size)
+    tokenizer = Tokenizer.train(blocks, vocab_size, text.separator)
     tokenizer.save(config.data.tokenizer_path)
     if tokenizer.vocab_size < vocab_size:
         logger.warning(
@@ -158,7 +159,7 @@ def _train_tokenizer(config: RunConfig, text: TextSpan) -> None:
 
 
 def _encode(tokenizer: Tokenizer, tokenizer_path: Path, text: TextSpan, path: Path) -> None:
-    tokens = tokenizer.encode_stream(text.blocks(), f"{text.name} {text.path}")
+    tokens = tokenizer.encode_stream(text.blocks(), f"{text.name} {text.path}", text.separator)
     made_with = dict(tokenizer_sha256=tokenizer.sha256, source=str(text.path))
     info = write_tokens(path, tokens, tokenizer.vocab_size, **made_with)
     bytes_per_token = text.size / max(info.count, 1)

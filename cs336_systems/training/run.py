@@ -130,7 +130,9 @@ class Run:
     def _log_start(self) -> None:
         config = self.trainer.config
         shape, train, parallel = config.model.shape, config.train, config.parallel
-        where = self.env["gpu"] if self.trainer.device.type == "cuda" else f"{self.env['cpu_threads']} CPU threads"
+        where = {"cuda": self.env["gpu"], "mps": "Apple's GPU"}.get(
+            self.trainer.device.type, f"{self.env['cpu_threads']} CPU threads"
+        )
         if comm.world_size() > 1:
             sharded = ", sharded optimizer" if parallel.shard_optimizer else ""
             where = f"{comm.world_size()} x {where} ({parallel.strategy_for(comm.world_size())}{sharded})"

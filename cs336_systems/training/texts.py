@@ -5,18 +5,18 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cs336_basics import stories
 from cs336_basics.files import replaced, sha256_of_file
-from cs336_basics.tokenizer import END_OF_TEXT, read_utf8
+from cs336_basics.tokenizer import DOCUMENT_END, END_OF_TEXT, read_utf8
 
 from ..config.data import DataConfig
 from ..config.run import RunConfig
-from .documents import find_files, is_plain, write_documents
+from .documents import Records, find_files, is_plain, read_dataset, read_files, write_documents
 from .stages import one_at_a_time, run_stage
 
 logger = logging.getLogger(__name__)
@@ -29,15 +29,12 @@ TINYSTORIES_SHA256 = {
     "TinyStoriesV2-GPT4-valid.txt": "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d",
 }
 
-_DOCUMENT_END = re.compile(re.escape(END_OF_TEXT.encode()) + rb"(?:\r\n|\r|\n)?")
-_LINE_END = re.compile(rb"\n")
-
 
 @dataclass(frozen=True)
 class TextSpan:
     """Bytes `start` to `end` of a text file (None: to its end), with the hash of the whole file.
 
-    name: what messages call the file, such as the field that names it.
+    name: what messages call the file, such as the field that names it. separator: stands between its documents.
     """
 
     path: Path
@@ -45,6 +42,7 @@ class TextSpan:
     start: int = 0
     end: int | None = None
     name: str = "text file"
+    separator: str = END_OF_TEXT
 
     def blocks(self) -> Iterator[str]:
         """The text, in pieces of about a megabyte."""
@@ -78,48 +76,71 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
                 file.writelines(stories.stories(data.seed, data.story_chars))
 
         run_stage(data, "text", text_path, inputs, write_stories)
+        whole = _whole_text(text_path, "text file")
+    elif data.source == "hf":
+        whole = _dataset(data, folder / "train.txt")
     else:
-        text_path = _gathered(data, str(data.train_text), "data.train_text", folder / "train.txt")
-    whole = _whole_text(text_path, "data.train_text" if data.source == "text" else "text file")
+        whole = _users_text(data, str(data.train_text), "data.train_text", folder / "train.txt")
     if data.valid_text is not None:
-        valid_path = _gathered(data, data.valid_text, "data.valid_text", folder / "valid.txt")
-        return whole, _whole_text(valid_path, "data.valid_text")
-    cut = find_split(text_path, data.valid_fraction)
+        return whole, _users_text(data, data.valid_text, "data.valid_text", folder / "valid.txt")
+    cut = find_split(whole.path, data.valid_fraction, whole.separator)
     return replace(whole, end=cut), replace(whole, start=cut)
 
 
-def _gathered(data: DataConfig, name: str, field: str, output: Path) -> Path:
-    """The path of a text: the file itself, or one made of several files or of records."""
+def _users_text(data: DataConfig, name: str, field: str, output: Path) -> TextSpan:
+    """The user's text: the file itself, or one made of several files or of records."""
     if is_plain(name):
-        return Path(name)
+        return _whole_text(Path(name), field)
     files = find_files(name, field)
-    inputs = {"files": [[str(file), sha256_of_file(file)] for file in files], "text_field": data.text_field}
-    run_stage(data, "text", output, inputs, functools.partial(write_documents, files, data.text_field, output))
-    return output
+    inputs = {"files": _hashes(files)}
+    return _gathered(data, inputs, functools.partial(read_files, files, data.text_field), field, output)
 
 
-def _whole_text(path: Path, name: str) -> TextSpan:
+def _dataset(data: DataConfig, output: Path) -> TextSpan:
+    """The text of a Hugging Face dataset. One from the Hub is read once; it is not asked whether it has changed."""
+    path = Path(str(data.hf_path))
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    inputs = {name: getattr(data, name) for name in ("hf_path", "hf_name", "hf_split", "hf_max_bytes")}
+    inputs["files"] = _hashes(files)  # none of a dataset from the Hub
+    return _gathered(data, inputs, functools.partial(read_dataset, data), "data.hf_path", output)
+
+
+def _hashes(files: list[Path]) -> list[list[str]]:
+    return [[str(file), sha256_of_file(file)] for file in files]
+
+
+def _gathered(
+    data: DataConfig, inputs: dict[str, Any], read: Callable[[], Records], name: str, output: Path
+) -> TextSpan:
+    """A text that a stage makes of documents."""
+    separator = END_OF_TEXT if data.special_tokens_in_text else DOCUMENT_END
+    inputs |= {"text_field": data.text_field, "separator": separator}
+    run_stage(data, "text", output, inputs, lambda: write_documents(read(), data.text_field, output, separator))
+    return _whole_text(output, name, separator)
+
+
+def _whole_text(path: Path, name: str, separator: str = END_OF_TEXT) -> TextSpan:
     first = next(read_utf8(path, name=name))  # raises at once if the file is missing, empty or not UTF-8
     beginning = first[:1024]
     if beginning.count("\0") > len(beginning) // 4:  # UTF-16 has one beside every ASCII character
         offset = len(beginning[: beginning.index("\0")].encode())
         raise ValueError(f"{name} {path} must be UTF-8 text: NUL bytes, from byte {offset} on, look like UTF-16")
-    return TextSpan(path, sha256_of_file(path), name=name)
+    return TextSpan(path, sha256_of_file(path), name=name, separator=separator)
 
 
-def find_split(path: Path, valid_fraction: float) -> int:
+def find_split(path: Path, valid_fraction: float, separator: str = END_OF_TEXT) -> int:
     """The byte at which a text is split, so that about its last valid_fraction is for validation.
 
-    Within the megabyte after the exact place, the split goes behind an `<|endoftext|>` and the end of its line. If
-    there is none, it goes behind a line, and if there is no line either, between two characters.
+    Within the megabyte after the exact place, the split goes behind a separator and the end of its line. If there is
+    none, it goes behind a line, and if there is no line either, between two characters.
     """
     size = path.stat().st_size
     wanted = max(1, int(size * (1 - valid_fraction)))
     with path.open("rb") as file:
         file.seek(wanted)
-        following = file.read(1 << 20)
-    for mark in (_DOCUMENT_END, _LINE_END):
-        found = mark.search(following)
+        following = file.read(1 << 20).removesuffix(separator.encode())  # nothing may follow the last one
+    for mark in (re.escape(separator.encode()) + rb"(?:\r\n|\r|\n)?", rb"\n"):
+        found = re.search(mark, following)
         if found is not None and found.end() < len(following):
             return wanted + found.end()
     # Bytes 10xxxxxx continue a character.

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, t
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from cs336_basics import tokenizer as module
-from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, read_utf8, sample_evenly, split_pieces
+from cs336_basics.tokenizer import DOCUMENT_END, END_OF_TEXT, Tokenizer, read_utf8, sample_evenly, split_pieces
 from tests.basics.texts import (
     CORPUS,
     GPT2_WORD,
@@ -178,6 +178,27 @@ def test_a_stream_encodes_as_the_whole_for_the_tokenizers_of_others(
     with small_pieces(piece_chars):
         streamed = Tokenizer(library).encode_stream(text[i : i + block] for i in range(0, len(text), block))
         assert [i for ids in streamed for i in ids] == whole
+
+
+@pytest.mark.parametrize("pre_tokenizer", ["GPT-2", "GPT-4", "Llama"])
+@settings(max_examples=100, deadline=None)
+@given(documents=st.lists(foreign_text, max_size=4), block=st.integers(1, 40), piece_chars=st.integers(1, 8))
+@example(documents=[f"go{END_OF_TEXT}\ngo", "foo<|im|>"], block=3, piece_chars=1)
+def test_special_tokens_in_marked_documents_are_text(pre_tokenizer, documents, block, piece_chars):
+    library = foreign(pre_tokenizer, "plain", "others")
+    literal = LibraryTokenizer.from_str(library.to_str())
+    literal.encode_special_tokens = True
+    expected = []
+    for document in documents:
+        expected += [*literal.encode(document, add_special_tokens=False).ids, library.token_to_id(END_OF_TEXT)]
+    text = "".join(document + DOCUMENT_END for document in documents)
+    with small_pieces(piece_chars):
+        blocks = (text[i : i + block] for i in range(0, len(text), block))
+        assert [i for ids in Tokenizer(library).encode_stream(blocks, separator=DOCUMENT_END) for i in ids] == expected
+
+
+def test_marked_documents_without_a_space_are_cut_between_them():
+    assert len(list(split_pieces(["猫が好き。" + DOCUMENT_END] * 100, 50))) > 10
 
 
 @pytest.mark.parametrize("text", ["go.\n" * 60_000, f"1234.{END_OF_TEXT}\n" * 60_000], ids=["one", "documents"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.run import ModelConfig
 from cs336_systems.planner.accounting import least_training_bytes
+from tests import forked
 from tests.systems.command import MODEL, SHORT, TINY, Run, process, the_line
 
 # A good run
@@ -247,10 +249,25 @@ def test_a_sample_that_does_not_fit_the_context_is_refused_before_training(
     assert not (folder / "run" / "checkpoints").exists()
 
 
+HIDDEN = "import sys; sys.modules['triton'] = sys.modules['resource'] = None"
+
+
+def test_all_but_kernels_in_triton_can_be_imported_without_it(folder: Path) -> None:
+    """`harness` stands on lm_eval."""
+    code = f"""{HIDDEN}
+import importlib, pkgutil, cs336_systems
+for module in pkgutil.walk_packages(cs336_systems.__path__, "cs336_systems."):
+    if not module.name.startswith("cs336_systems.kernels.") and not module.name.endswith(("__main__", ".harness")):
+        importlib.import_module(module.name)
+"""
+    done = forked.run([sys.executable, "-c", code], 60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_needs_no_triton(folder: Path, precision: str) -> None:
-    """As on macOS and Windows."""
-    code = "import sys; sys.modules['triton'] = None; from cs336_systems.cli.main import main; main()"
+    """As on macOS and Windows, which has no `resource` either."""
+    code = f"{HIDDEN}; from cs336_systems.cli.main import main; main()"
     words = [*TINY, *SHORT, f"--train.precision={precision}", "--train.device=cpu", "--run_dir=run"]
     returned, out, err = process("train", *words, code=code)
     assert (returned, err) == (0, "")

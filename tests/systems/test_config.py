@@ -92,6 +92,8 @@ IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
     *_cases("data", "valid_fraction", (0.0, 1.0, -0.5, NAN), "above 0 and below 1"),
     *_cases("data", "story_chars", (9_999, -1, NAN), "at least 10000"),
     *_cases("data", "random_tokens", (1, -1, NAN), "at least 2"),
+    *_cases("data", "hf_max_bytes", (0, -1, NAN), AT_LEAST_1),
+    ("data", "hf_path", "mine", "left out unless data.source is 'hf' (it is 'stories')"),
     *_cases("optimizer", "lr min_lr weight_decay eps", (-1e-9, NAN, INF), AT_LEAST_0),
     *_cases("optimizer", "warmup_steps", (-1, NAN), AT_LEAST_0),
     *_cases("train", "max_steps batch_size gradient_accumulation_steps validation_sequences", (0, -1, NAN), AT_LEAST_1),
@@ -204,6 +206,10 @@ def test_files_lie_in_the_data_dir_unless_given() -> None:
 )
 def test_each_text_has_a_data_dir_of_its_own(text: str | None, folder: str) -> None:
     assert DataConfig(source="text", train_text=text).data_dir == folder
+
+
+def test_each_configuration_of_a_dataset_has_a_data_dir_of_its_own() -> None:
+    assert DataConfig(source="hf", hf_path="allenai/c4", hf_name="en").data_dir == "data/hf/allenai/c4/en"
 
 
 def test_training_tokens_elsewhere_have_no_default_tokenizer() -> None:

@@ -14,7 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from cs336_basics.model import TransformerLM
 from cs336_systems.machine import hardware
 from cs336_systems.machine.hardware import (
     check_precision,
@@ -27,6 +31,7 @@ from cs336_systems.machine.hardware import (
     to_host,
     with_index,
 )
+from cs336_systems.training.optimizer import FusedAdamW
 from tests import forked
 
 
@@ -144,6 +149,42 @@ def test_auto_takes_the_gpu_if_there_is_one_and_a_device_that_is_there_is_taken(
     assert select_device("auto") == torch.device("cuda")
     for name in ("cpu", "cuda", "cuda:0", "cuda:1"):
         assert select_device(name) == torch.device(name)
+
+
+def test_auto_takes_the_gpu_of_an_apple_computer_where_the_caller_can_use_it(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(0)
+    with pytest.raises(ValueError, match=r"^train\.device is 'mps': it must be auto, cpu, cuda or cuda:N$"):
+        select_device("mps", or_mps=True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert select_device("auto") == torch.device("cpu")  # as in benchmarks, and for several processes
+    for name in ("auto", "mps"):
+        assert select_device(name, or_mps=True) == torch.device("mps")
+    with pytest.raises(ValueError, match=r"^train\.device is 'tpu': it must be auto, cpu, mps, cuda or cuda:N$"):
+        select_device("tpu", or_mps=True)
+
+
+class _NoFloat64(TorchDispatchMode):
+    """Fails where an operation on the device meta, which stands for an Apple GPU, has a result in float64."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        wide = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.dtype == torch.float64 and x.is_meta]
+        assert not wide, function
+        return result
+
+
+def test_a_training_step_has_no_float64_on_the_device_which_apples_gpus_lack() -> None:
+    with torch.device("meta"), _NoFloat64():
+        model = TransformerLM(vocab_size=300, context_length=8, d_model=16, num_layers=1, num_heads=2, d_ff=32)
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        model(tokens, targets=tokens).backward()
+        lr = FusedAdamW(model.parameters(), factor=torch.ones(()), masters={}).param_groups[0]["lr"]
+        assert (lr.dtype, lr.device.type) == (torch.float64, "cpu")
+        assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+        with pytest.raises(AssertionError):
+            torch.zeros(1, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(

@@ -76,23 +76,31 @@ def test_a_stride_beyond_the_context_is_refused(model: TransformerLM, tokenizer:
         score_documents(model, tokenizer, TEXTS, 9, 4)
 
 
-def test_the_command_prints_the_rates_and_writes_every_document(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_the_rates_and_writes_every_document_also_on_two_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("<|endoftext|>".join(TEXTS * 30))
+    text.write_text("<|endoftext|>".join([*TEXTS * 29, *TEXTS[:2]]))  # odd
     data = dict(source="text", train_text=str(text), data_dir=str(tmp_path / "data"))
     run = train(make_config(tmp_path, data=data, train=dict(max_steps=2))).run_dir
-    capsys.readouterr()
+    capfd.readouterr()
     words = ("--text", text, "--out", tmp_path / "scores.json", "--device", "cpu", "--stride", "4")
     assert run_command("evaluate", [str(word) for word in (run, *words)]) == 0
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     written = json.loads((tmp_path / "scores.json").read_text())
-    assert len(written["by_document"]) == written["documents"] == 90
+    assert len(written["by_document"]) == written["documents"] == 89
     assert sum(score["nats"] for score in written["by_document"]) == pytest.approx(
         written["nats_per_token"] * written["tokens"]
     )
     assert f"{written['bits_per_byte']:.4f}" in printed
+    words = (*words, "--devices", "2", "--out", tmp_path / "two.json")
+    assert run_command("evaluate", [str(word) for word in (run, *words)]) == 0
+    assert capfd.readouterr().out == printed  # once
+    two = json.loads((tmp_path / "two.json").read_text())
+    for one_score, score in zip(written.pop("by_document"), two.pop("by_document"), strict=True):
+        assert score == pytest.approx(one_score, rel=1e-5)
+    assert [two.pop(name) for name in ("model", "text")] == [written.pop(name) for name in ("model", "text")]
+    assert two == pytest.approx(written, rel=1e-5)
     (tmp_path / "empty.txt").write_text("<|endoftext|>")
     with pytest.raises(ValueError, match=r"text is .*empty.txt: it must have text besides"):
         run_command("evaluate", [run, "--text", str(tmp_path / "empty.txt"), "--device", "cpu"])

@@ -83,6 +83,7 @@ class Speedrun:
         self.device = select_device(first.train.device)
         accepted = "auto, cpu or cuda (CUDA_VISIBLE_DEVICES selects cards)"
         require(self.device.index is None, "train.device", first.train.device, accepted)
+        self.fields["train.device"] = self.device.type  # auto could be an Apple GPU, which the trials do not time
         self.devices = devices if devices is not None else max(1, gpu_count()) if self.device.type == "cuda" else 1
         require(self.devices >= 1, "devices", self.devices, "at least 1")
         check_devices(first.train.device, self.devices, "devices")
