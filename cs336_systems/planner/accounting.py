@@ -106,6 +106,15 @@ def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     return 3 * forward_flops(shape, num_sequences, length)
 
 
+def orthogonalization_flops(rows: int, columns: int) -> int:
+    """Operations of Muon's five steps of Newton-Schulz: 5 (4 m^2 n + 2 m^3), where m is the smaller side.
+
+    A step has two products of m^2 n, the Gram matrix and the update, and the square of the Gram matrix, m^3.
+    """
+    m, n = sorted((rows, columns))
+    return 5 * (4 * m * m * n + 2 * m**3)
+
+
 def least_training_bytes(
     shape: ModelShape,
     batch_size: int,

@@ -24,7 +24,7 @@ from cs336_systems.planner.accounting import (
 from cs336_systems.planner.job import Job
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import NonFiniteError, StartedStep, Trainer
-from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale, _local, adamw_torch
+from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale, adamw_torch, local_part
 from cs336_systems.training.pipeline import train
 from tests.distributed import run_ranks
 from tests.training.helpers import assert_same_tensors, make_config, tiny_trainer
@@ -83,7 +83,7 @@ def bytes_of_a_step(config: RunConfig) -> int:
             states = [trainer.optimizer.state.get(p, {}) for p in parameters]
             state = [t for each in states for t in each.values() if t.ndim]
             gradients = [p.grad for p in parameters if p.grad is not None]
-            found.append(sum(_local(t).nbytes for t in (*parameters, *gradients, *state)))
+            found.append(sum(local_part(t).nbytes for t in (*parameters, *gradients, *state)))
 
         trainer.optimizer.register_step_pre_hook(count)
         trainer.train_step()
