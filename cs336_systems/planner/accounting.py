@@ -124,6 +124,7 @@ def least_training_bytes(
     weight_bytes: int = 4,
     has_masters: bool = False,
     loss_chunk_tokens: int | None = None,
+    muon: bool = False,
 ) -> int:
     """A lower bound on the memory of a process: 2 W N / w + 2 W N / s + 4 T d / H + 8 B T + 2 C V.
 
@@ -132,13 +133,14 @@ def least_training_bytes(
     micro-batch or one chunk of it. Other activations are not counted.
 
     has_masters: the N_m parameters in products have 16-bit weights and gradients, 4 N_m / w less, and float32 masters
-    beside the moments, 4 N_m / s more.
+    beside the moments, 4 N_m / s more. muon: the matrices of the blocks have one moment, 4 P L / s less.
     """
     length, n = shape.context_length, num_parameters(shape)
     rotary = 4 * length * shape.head_size
     in_products = matmul_parameters(shape) - shape.tie_embeddings * shape.vocab_size * shape.d_model
     masters = 4 * in_products if has_masters else 0
-    state = (2 * weight_bytes * n - masters) // weight_parts + (2 * weight_bytes * n + masters) // state_parts
+    moments = 2 * weight_bytes * n - 4 * muon * shape.num_layers * block_matrices(shape)
+    state = (2 * weight_bytes * n - masters) // weight_parts + (moments + masters) // state_parts
     tokens = micro_batch * length
     if loss_chunk_tokens is not None:
         tokens = -(-tokens // -(-tokens // loss_chunk_tokens))  # chunks have equal sizes, up to rounding
