@@ -5,7 +5,7 @@ float32 holds 8 bytes per parameter; with N ranks each rank holds 8 / N. `zero1_
 `zero1_buckets.py` has the buckets.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -30,7 +30,7 @@ class ShardedOptimizer(Optimizer):
 
     Any optimizer works that updates each parameter from its own gradient and state alone. Whole parameters are assigned
     to ranks (`owner_of`), so that the element counts of two ranks differ by at most the size of the largest parameter.
-    work: what to count of a parameter instead of its elements, where its update does not take a time like its size.
+    Those in `work` are spread by themselves, by the work of their updates, which is not as their size.
     Frozen parameters are assigned at the first step after they are unfrozen.
 
     `step` goes bucket by bucket. Each rank's share of a bucket is at most `bucket_size_mb` times 2^20 bytes, or one
@@ -53,14 +53,14 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: type[Optimizer],
         *,
         bucket_size_mb: float = BUCKET_SIZE_MB,
-        work: Callable[[Tensor], float] = Tensor.numel,
+        work: Mapping[Tensor, float] | None = None,
         **kwargs: Any,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise ValueError(f"optimizer_cls is {optimizer_cls!r}: it must be a subclass of torch.optim.Optimizer")
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}: it must be above 0")
-        self._optimizer_cls, self._kwargs, self._work = optimizer_cls, kwargs, work
+        self._optimizer_cls, self._kwargs, self._work = optimizer_cls, kwargs, work or {}
         self._bucket_bytes = bucket_size_mb * 2**20 if comm.world_size() > 1 else float("inf")
         self._local: Optimizer | None = None  # updates this rank's own parameters
         self._owners: dict[Tensor, int] = {}
@@ -135,11 +135,10 @@ class ShardedOptimizer(Optimizer):
         """Assign an owner to each parameter that is not frozen and has none, and put them into new buckets."""
         parameters = list(dict.fromkeys(self._parameters()))
         check_parameters(parameters)
-        loads = [0.0] * comm.world_size()
-        for p, owner in self._owners.items():
-            loads[owner] += self._work(p)
         new = [p for p in parameters if p.requires_grad and p not in self._owners]
-        owners = self._owners | assign_owners({p: self._work(p) for p in new}, loads)
+        owners, all_owned = dict(self._owners), [*self._owners, *new]
+        assign_owners({p: self._work[p] for p in all_owned if p in self._work}, owners)
+        assign_owners({p: p.numel() for p in all_owned if p not in self._work}, owners)
         self._make_state({p for p in new if owners[p] == comm.rank()})
         immovable = find_immovable(new)
         parts = [cut([p for p in new if owners[p] == rank], self._bucket_bytes) for rank in range(comm.world_size())]

@@ -87,10 +87,6 @@ def masters_of(strategy: Strategy, whole: dict[str, Tensor]) -> dict[nn.Paramete
     return masters
 
 
-ADAMW_FLOPS = 2000
-"""Operations of orthogonalisation that take as long as AdamW of one number: 28 bytes at 4 TB/s, at 300 TFLOP/s."""
-
-
 def build_optimizer(
     model: TransformerLM,
     config: OptimizerConfig,
@@ -102,17 +98,18 @@ def build_optimizer(
     sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version of it to read. fused: further
     arguments of `FusedAdamW`, for the implementation fused.
     """
-    blocks = [p for p in model.layers.parameters() if p.requires_grad and p.ndim == 2]
-    matrices = set(blocks) if config.name == "muon" else set()
-    parameters = [p for p in model.parameters() if p.requires_grad and p not in matrices]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices: dict[Tensor, None] = {}  # Muon's, in order
+    if config.name == "muon":
+        matrices = {p: None for p in model.layers.parameters() if p.requires_grad and p.ndim == 2}
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2 and p not in matrices], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if config.name == "muon":
+    if matrices:
         ratio = 1.0 if config.muon_lr is None else config.muon_lr / config.lr
         muon = {"weight_decay": config.weight_decay, "momentum": config.muon_momentum, "lr_ratio": ratio}
-        groups.append({"params": blocks, **muon})
+        groups.append({"params": list(matrices), **muon})
     common: dict[str, Any] = dict(lr=config.lr, betas=config.betas, eps=config.eps)
     cls: type[torch.optim.Optimizer] = AdamW
     if config.implementation == "fused":
@@ -128,9 +125,7 @@ def build_optimizer(
     if sharded:
         from ..parallel.zero1 import ShardedOptimizer
 
-        def work(p: Tensor) -> float:
-            return orthogonalization_flops(*p.shape) if p in matrices else ADAMW_FLOPS * p.numel()
-
+        work = {p: orthogonalization_flops(*p.shape) for p in matrices}
         return ShardedOptimizer(groups, cls, work=work, **common)
     return cls(groups, **common)
 

@@ -47,7 +47,7 @@ class Muon(FusedAdamW):
             rows = comm.all_gather_objects([len(local_part(p)) for p in sharded], "rows of the sharded matrices")
             self._rows |= dict(zip(sharded, zip(*rows, strict=True), strict=True))
             work = {p: orthogonalization_flops(*self._shape(p)) for p in sharded}
-            self._owners |= assign_owners(work, [0.0] * comm.world_size())
+            assign_owners(work, self._owners)
 
     def _initial_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if "momentum" not in group:
