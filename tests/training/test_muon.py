@@ -1,9 +1,11 @@
 """Muon: the steps of torch.optim.Muon beside AdamW, on one process and on several, saved, resumed and refused."""
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import orthogonalize
 from cs336_systems.config.run import RunConfig
 from cs336_systems.planner.accounting import orthogonalization_flops
+from cs336_systems.training import train
 from cs336_systems.training.checkpoint import save_checkpoint
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.manifest import Manifest
@@ -19,11 +22,15 @@ from cs336_systems.training.state import collect_state, restore_state
 from tests.distributed import run_ranks
 from tests.training.helpers import (
     REST,
+    VOCAB_SIZE,
     assert_same_tensors,
+    checkpoint_path,
+    forge_manifest,
     make_config,
     tiny_trainer,
     whole,
 )
+from tests.training.runs import resumed
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fast_reports")
 
@@ -45,16 +52,18 @@ def difference(found: Tensor, expected: Tensor, start: Tensor) -> float:
     return float((found - expected).norm() / (expected - start).norm())
 
 
-def test_orthogonalize_has_the_bits_of_pytorch_and_singular_values_near_1() -> None:
+def test_orthogonalize_takes_singular_values_through_the_polynomial_to_about_1() -> None:
+    generator = torch.Generator().manual_seed(1)
     for shape in ((6, 40), (40, 6), (9, 9)):
-        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        weight = nn.Parameter(torch.zeros(shape))
-        weight.grad = matrix
-        torch.optim.Muon([weight], lr=1.0, momentum=0.0, weight_decay=0.0, adjust_lr_fn="original").step()
-        found = orthogonalize(matrix)
-        assert torch.allclose(-weight.detach(), found.float() * max(1, shape[0] / shape[1]) ** 0.5)
-        values = torch.linalg.svdvals(found.float())
-        assert 0.6 < values.min() <= values.max() < 1.25
+        matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
+        u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+        s = s / s.norm()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        assert 0.65 < s.min() <= s.max() < 1.21
+        found = orthogonalize(100 * matrix.float())
+        assert found.dtype == torch.bfloat16
+        assert difference(found.double(), u @ s.diag() @ v, torch.zeros(())) < 2**-8
 
 
 def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
@@ -88,6 +97,15 @@ def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
         adamw.step()
     for name, p in model.named_parameters():
         assert difference(found[name], p.detach(), start[name]) < 0.02, name
+
+
+def test_the_blocks_alone_lower_the_loss() -> None:
+    """A text in which each token says the next; AdamW's part stands still."""
+    tokens = np.tile(np.random.default_rng(0).permutation(VOCAB_SIZE), 10).astype(np.uint16)
+    settings = dict(name="muon", lr=1e-9, muon_lr=0.05)
+    with tiny_trainer(make_config(Path("unused"), optimizer=settings, train=dict(max_steps=60)), tokens) as trainer:
+        losses = [row["loss"] for row in trainer.train_steps(60)]
+    assert losses[-1] < 4.6 < 5.6 < losses[0]
 
 
 # Several ranks, whose checkpoints any other run goes on from
@@ -156,3 +174,23 @@ def test_ranks_do_what_one_process_does_and_go_on_from_one_another(tmp_path: Pat
             if "layers" in name and expected[name].ndim == 2:
                 limit = dict(fp32=0.02, bf16=0.08)[way["precision"]]  # of 16-bit gradients
                 assert difference(found[name], expected[name], start[name]) < limit, (way, name)
+
+
+# Runs that are refused
+
+
+def test_a_run_goes_on_only_with_its_own_optimizer(tmp_path: Path) -> None:
+    for before, now in (("adamw", "muon"), ("muon", "adamw")):
+        config = make_config(tmp_path, before, optimizer=dict(name=before), train=dict(max_steps=1))
+        train(config)
+        other = dataclasses.replace(config.optimizer, name=now)
+        with pytest.raises(ValueError, match=f"step_00000001 is of another run: optimizer.name is '{now}' here and "
+                           f"'{before}' there$"):  # fmt: skip
+            train(resumed(config, optimizer=other))
+
+
+def test_a_checkpoint_from_before_there_was_muon_is_adamws(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train=dict(max_steps=1))
+    train(config)
+    forge_manifest(checkpoint_path(config, 1), lambda manifest: manifest["identity"].pop("optimizer.name"))
+    assert train(resumed(config, train=dataclasses.replace(config.train, max_steps=2))).step == 2
