@@ -25,8 +25,8 @@ from .optimizer import MASTER, FusedAdamW, in_memory, local_part
 class Muon(FusedAdamW):
     """Muon in the parameter groups that have a `momentum`, AdamW in the others.
 
-    Muon's rate is the `lr` of the group times its `lr_ratio`, so that one schedule sets both. The host decides nothing,
-    as in FusedAdamW: a step that is skipped moves the weights by zeros.
+    Muon's rate is the `lr` of its group times `lr_ratio`, so that one schedule sets both rates. As in FusedAdamW the
+    host decides nothing, so a CUDA graph can hold the step: one that is skipped moves the weights by zeros.
 
     Only a whole matrix can be orthogonalised, so each one whose rows are sharded has an owner, and the work is spread
     evenly over the ranks. A round takes one matrix of each rank: their rows go to the owners and come back
@@ -101,7 +101,7 @@ class Muon(FusedAdamW):
         return gradient.lerp(buffer, momentum).bfloat16()
 
     def _move(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-        """Decay this rank's rows of the weight and subtract an orthogonal update, 0.2 large in the root mean square."""
+        """Decay this rank's rows of the weight and subtract an update, which gets a root mean square of 0.2 rates."""
         weight = local_part(self.state[p].get(MASTER, p.detach()))
         rate = group["lr"] * group["lr_ratio"] * (self._factor > 0)
         size = 0.2 * math.sqrt(max(self._shape(p)))

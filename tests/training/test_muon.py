@@ -34,13 +34,13 @@ from tests.training.runs import resumed
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fast_reports")
 
-STEPS = 4
+STEPS = 3
 
 
 def config_of(precision: str = "fp32", *, train: dict[str, Any] | None = None, **parallel: Any) -> RunConfig:
     return make_config(
         Path("unused"),
-        model=dict(num_layers=2),
+        model=dict(d_ff=63),
         optimizer=dict(name="muon", lr=1e-2, muon_lr=2e-2, muon_momentum=0.9, warmup_steps=2),
         train=dict(batch_size=6, max_steps=STEPS, precision=precision, max_grad_norm=0.5) | (train or {}),
         parallel=parallel,
@@ -77,7 +77,7 @@ def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
         rows = [trainer.train_step() for _ in range(STEPS)]
         found = {name: p.detach() for name, p in trainer.model.named_parameters()}
     blocks = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2]
-    assert len(blocks) == 2 * 7
+    assert len(blocks) == 7
     rest = [p for p in model.parameters() if not any(p is block for block in blocks)]
     decay = dict(weight_decay=settings.weight_decay)
     muon = torch.optim.Muon(blocks, momentum=0.9, adjust_lr_fn="match_rms_adamw", **decay)
@@ -156,16 +156,16 @@ def train_each(folder: Path, alone: Path) -> list[tuple[Path, Path, Path, dict[s
 
 
 def test_ranks_do_what_one_process_does_and_go_on_from_one_another(tmp_path: Path) -> None:
-    """Three ranks, so that rows and matrices do not divide evenly."""
+    """Neither the 7 matrices nor the 63 rows of some divide evenly."""
     alone = {p: train_and_save(dict(precision=p), tmp_path / p) for p in ("fp32", "bf16")}
     with tiny_trainer(config_of()) as trainer:
         start = {f"model.{name}": weight for name, weight in trainer.model.state_dict().items()}
-    results = run_ranks(train_each, 3, tmp_path, alone["fp32"])[0]
+    results = run_ranks(train_each, 2, tmp_path, alone["fp32"])[0]
     for way, (saved, source, again, owners) in zip(WAYS, results, strict=True):
-        loads = [0, 0, 0]
+        loads = [0, 0]
         for name, owner in owners.items():
             loads[owner] += orthogonalization_flops(*start[name].shape)
-        assert max(loads) - min(loads) <= orthogonalization_flops(32, 32), "the smallest of 14"
+        assert max(loads) - min(loads) <= orthogonalization_flops(32, 32), "the smallest of 7"
         assert_same_tensors(whole(again), whole(source))
         expected, found = whole(alone[way["precision"]]), whole(saved)
         assert found.keys() == expected.keys()
