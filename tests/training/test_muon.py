@@ -76,6 +76,7 @@ def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
         batches = [trainer.loader.get(6 * step, 6, 6) for step in range(STEPS)]
         rows = [trainer.train_step() for _ in range(STEPS)]
         found = {name: p.detach() for name, p in trainer.model.named_parameters()}
+        momentum = [s["momentum_buffer"] for s in trainer.optimizer.state.values() if "momentum_buffer" in s]
     blocks = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2]
     assert len(blocks) == 7
     rest = [p for p in model.parameters() if not any(p is block for block in blocks)]
@@ -97,6 +98,8 @@ def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
         adamw.step()
     for name, p in model.named_parameters():
         assert difference(found[name], p.detach(), start[name]) < 0.02, name
+    for buffer, block in zip(momentum, blocks, strict=True):
+        assert difference(buffer, muon.state[block]["momentum_buffer"], torch.zeros(())) < 0.01
 
 
 def test_the_blocks_alone_lower_the_loss() -> None:
