@@ -61,11 +61,6 @@ class OptimizerConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices of the blocks (Jordan et al. 2024), AdamW for all other parameters. It takes the
     implementation fused, so a CUDA graph holds its update too."""
-    muon_lr: float | None = None
-    """Peak learning rate of Muon, which follows the schedule of lr (default: lr). Its updates are as large as AdamW's
-    (Liu et al. 2025), so the rates are alike."""
-    muon_momentum: float = 0.95
-    """Nesterov momentum of Muon."""
     implementation: Literal["own", "torch", "torch_foreach", "torch_fused", "fused"] = "own"
     """Of AdamW. own: the readable one in cs336_basics. torch, torch_foreach, torch_fused: variants of
     torch.optim.AdamW. fused: clips and updates in one pass over memory, the fastest. Runs with 16-bit matrices and
@@ -89,6 +84,11 @@ class OptimizerConfig:
     """Decay rates of the first and second moments."""
     eps: float = 1e-8
     """Added to the square root of the second moment."""
+    muon_lr: float | None = None
+    """Peak learning rate of Muon, which follows the schedule of lr (default: lr). Its updates are as large as AdamW's
+    (Liu et al. 2025), so the rates are alike."""
+    muon_momentum: float = 0.95
+    """Nesterov momentum of Muon."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")

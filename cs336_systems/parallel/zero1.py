@@ -30,7 +30,7 @@ class ShardedOptimizer(Optimizer):
 
     Any optimizer works that updates each parameter from its own gradient and state alone. Whole parameters are assigned
     to ranks (`owner_of`), so that the element counts of two ranks differ by at most the size of the largest parameter.
-    Those in `work` are spread by themselves, by the work of their updates, which is not as their size.
+    Those that are in `work` are spread by themselves, by the work of an update that it states.
     Frozen parameters are assigned at the first step after they are unfrozen.
 
     `step` goes bucket by bucket. Each rank's share of a bucket is at most `bucket_size_mb` times 2^20 bytes, or one

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import orthogonalize
 from cs336_systems.config.run import RunConfig
+from cs336_systems.parallel import comm
 from cs336_systems.planner.accounting import orthogonalization_flops
 from cs336_systems.training import train
 from cs336_systems.training.checkpoint import save_checkpoint
@@ -109,6 +110,25 @@ def test_the_blocks_alone_lower_the_loss() -> None:
     with tiny_trainer(make_config(Path("unused"), optimizer=settings, train=dict(max_steps=60)), tokens) as trainer:
         losses = [row["loss"] for row in trainer.train_steps(60)]
     assert losses[-1] < 4.6 < 5.6 < losses[0]
+
+
+def test_a_matrix_is_orthogonalised_while_the_next_one_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+    start, compute = comm.start_all_to_all, orthogonalize
+
+    def started(*arguments: Any) -> comm.Transfer:
+        events.append(arguments[-1].split()[0])
+        return start(*arguments)
+
+    def computed(matrix: Tensor) -> Tensor:
+        events.append("compute")
+        return compute(matrix)
+
+    monkeypatch.setattr(comm, "start_all_to_all", started)
+    monkeypatch.setattr("cs336_systems.training.muon.orthogonalize", computed)
+    with tiny_trainer(config_of(strategy="fsdp")) as trainer:
+        trainer.train_step()
+    assert events == ["gather", *6 * ["gather", "compute", "scatter"], "compute", "scatter"]
 
 
 # Several ranks, whose checkpoints any other run goes on from
