@@ -77,7 +77,7 @@ class Muon(FusedAdamW):
         """Update one matrix of each owner, None where it has no more, up to where the next transfer is under way."""
         own = matrices[comm.rank()]
         theirs = [0 if p is None else local_part(p).numel() for p in matrices]
-        mine = [0] * len(theirs) if own is None else [rows * own.shape[1] for rows in self._rows[own]]
+        mine = [0] * len(theirs) if own is None else [count * own.shape[1] for count in self._rows[own]]
         rows = torch.cat([self._direction(p, group).flatten() for p in matrices if p is not None])
         whole = rows.new_empty(sum(mine))
         transfer = comm.start_all_to_all(whole, rows, mine, theirs, "gather of matrices' momentum")
