@@ -91,7 +91,7 @@ def _job(options: Any) -> Job:
 
 def _as_trained(job: Job) -> Job:
     """The job with the optimizer that `cs336 train` takes for it."""
-    return replace(job, fused=job.precision != "fp32" and job.weight_dtype == "fp32")
+    return replace(job, fused=job.muon or (job.precision != "fp32" and job.weight_dtype == "fp32"))
 
 
 def _print(sections: Sequence[Section], options: Any) -> int:

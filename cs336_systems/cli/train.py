@@ -24,8 +24,8 @@ USUAL = (
     "--config", "--print_config", "--help_all", "--run_dir", "--resume",
     "--model.size", "--model.vocab_size", "--model.context_length", "--model.d_model", "--model.d_ff",
     "--model.num_layers", "--model.num_heads", "--model.attention", "--data.source", "--data.train_text",
-    "--optimizer.lr", "--train.max_steps", "--train.batch_size", "--train.device", "--train.precision",
-    "--train.compile", "--train.cuda_graph", "--parallel.strategy", "--parallel.devices",
+    "--optimizer.name", "--optimizer.lr", "--train.max_steps", "--train.batch_size", "--train.device",
+    "--train.precision", "--train.compile", "--train.cuda_graph", "--parallel.strategy", "--parallel.devices",
     "--parallel.shard_optimizer", "--checkpoint.checkpointing_interval", "--sample.prompt",
 )  # fmt: skip
 """The options that --help shows."""

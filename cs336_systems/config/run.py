@@ -56,12 +56,15 @@ def without_default_min_lr(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, and the learning rate of each step."""
+    """The optimizer, and the learning rate of each step."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks (Jordan et al. 2024), AdamW for all other parameters. It takes the
+    implementation fused, so a CUDA graph holds its update too."""
     implementation: Literal["own", "torch", "torch_foreach", "torch_fused", "fused"] = "own"
-    """own: the readable AdamW in cs336_basics. torch, torch_foreach, torch_fused: variants of torch.optim.AdamW. fused:
-    clips and updates in one pass over memory, the fastest. Runs with 16-bit matrices and float32 masters always take
-    fused; runs with weight_dtype bf16 take torch_fused instead of it."""
+    """Of AdamW. own: the readable one in cs336_basics. torch, torch_foreach, torch_fused: variants of
+    torch.optim.AdamW. fused: clips and updates in one pass over memory, the fastest. Runs with 16-bit matrices and
+    float32 masters always take fused, and so does muon; runs with weight_dtype bf16 take torch_fused instead of it."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float | None = None
@@ -81,13 +84,24 @@ class OptimizerConfig:
     """Decay rates of the first and second moments."""
     eps: float = 1e-8
     """Added to the square root of the second moment."""
+    muon_lr: float | None = None
+    """Peak learning rate of Muon, which follows the schedule of lr (default: lr). Its updates are as large as AdamW's
+    (Liu et al. 2025), so the rates are alike."""
+    muon_momentum: float = 0.95
+    """Nesterov momentum of Muon."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
-        require_at_least(self, "optimizer", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "eps")
+        require_at_least(self, "optimizer", 0, "lr", "min_lr", "muon_lr", "warmup_steps", "weight_decay", "eps")
         require_at_least(self, "optimizer", 1, "cosine_steps", "decay_steps")
         for i, beta in enumerate(self.betas):
             require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
+        accepted = "at least 0 and below 1"
+        require_field(self, "optimizer.muon_momentum", 0 <= self.muon_momentum < 1, accepted)
+        accepted = "left out unless optimizer.name is 'muon'"
+        require_field(self, "optimizer.muon_lr", self.muon_lr is None or self.name == "muon", accepted)
+        accepted = f"above 0 with optimizer.muon_lr, {self.muon_lr}, whose schedule it sets"
+        require_field(self, "optimizer.lr", self.muon_lr is None or self.lr > 0, accepted)
         min_lr = _default_min_lr(self.lr) if self.min_lr is None else self.min_lr
         object.__setattr__(self, "min_lr", min_lr)
         accepted = f"at most optimizer.lr, {self.lr:g} (a run's config.json contains its resolved min_lr)"
@@ -336,7 +350,10 @@ class RunConfig:
         is_possible = (self.sample.max_new_tokens or 0) < context_length
         require_field(self.sample, "sample.max_new_tokens", is_possible, accepted)
         implementation = optimizer.implementation
-        if self.train.has_masters:
+        accepted = "'fp32' with optimizer.name 'muon'"
+        is_possible = self.train.weight_dtype == "fp32" or optimizer.name != "muon"
+        require_field(self.train, "train.weight_dtype", is_possible, accepted)
+        if self.train.has_masters or optimizer.name == "muon":
             implementation = "fused"
         elif self.train.weight_dtype == "bf16" and implementation == "fused":
             implementation = "torch_fused"

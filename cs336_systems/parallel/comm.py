@@ -250,6 +250,17 @@ def start_reduce_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor
     return Transfer(name, [_start(_REDUCE_SCATTER_COALESCED, [outputs, inputs], options, name, op)])
 
 
+def start_all_to_all(output: Tensor, sent: Tensor, received: list[int], parts: list[int], name: str) -> Transfer:
+    """Send consecutive parts of a flat tensor to the ranks, and fill `output` with what they send, in rank order.
+
+    parts, received: the elements that go to each rank, and that come from it. `sent` must stay until the wait.
+    """
+    if world_size() == 1:
+        output.copy_(sent)
+        return Transfer(name)
+    return Transfer(name, [_start(_ALL_TO_ALL, [output, sent, received, parts], c10d.AllToAllOptions(), name)])
+
+
 def start_broadcasts(sources: Iterable[tuple[Tensor, int]], name: str) -> Transfer:
     """Copy each tensor from its rank to all others; on NCCL all at once, so that all ranks send.
 
@@ -289,10 +300,10 @@ def _by_nccl(tensor: Tensor) -> bool:
     return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config()
 
 
-_ALL_GATHER = "all_gather_single"
+_ALL_GATHER, _ALL_TO_ALL = "all_gather_single", "all_to_all_single"
 _ALL_GATHER_COALESCED, _REDUCE_SCATTER_COALESCED = "all_gather_single_coalesced", "reduce_scatter_single_coalesced"
 if not hasattr(dist.ProcessGroup, _ALL_GATHER):  # before PyTorch 2.13
-    _ALL_GATHER = "_allgather_base"
+    _ALL_GATHER, _ALL_TO_ALL = "_allgather_base", "alltoall_base"
     _ALL_GATHER_COALESCED, _REDUCE_SCATTER_COALESCED = (
         "allgather_into_tensor_coalesced",
         "reduce_scatter_tensor_coalesced",

@@ -5,7 +5,7 @@ float32 holds 8 bytes per parameter; with N ranks each rank holds 8 / N. `zero1_
 `zero1_buckets.py` has the buckets.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import comm
+from .owners import assign_owners
 from .zero1_buckets import BroadcastBucket, cut, find_immovable
 from .zero1_checks import check_parameters
 
@@ -29,6 +30,7 @@ class ShardedOptimizer(Optimizer):
 
     Any optimizer works that updates each parameter from its own gradient and state alone. Whole parameters are assigned
     to ranks (`owner_of`), so that the element counts of two ranks differ by at most the size of the largest parameter.
+    Those that are in `work` are spread by themselves, by the work of an update that it states.
     Frozen parameters are assigned at the first step after they are unfrozen.
 
     `step` goes bucket by bucket. Each rank's share of a bucket is at most `bucket_size_mb` times 2^20 bytes, or one
@@ -51,13 +53,14 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: type[Optimizer],
         *,
         bucket_size_mb: float = BUCKET_SIZE_MB,
+        work: Mapping[Tensor, float] | None = None,
         **kwargs: Any,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise ValueError(f"optimizer_cls is {optimizer_cls!r}: it must be a subclass of torch.optim.Optimizer")
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}: it must be above 0")
-        self._optimizer_cls, self._kwargs = optimizer_cls, kwargs
+        self._optimizer_cls, self._kwargs, self._work = optimizer_cls, kwargs, work or {}
         self._bucket_bytes = bucket_size_mb * 2**20 if comm.world_size() > 1 else float("inf")
         self._local: Optimizer | None = None  # updates this rank's own parameters
         self._owners: dict[Tensor, int] = {}
@@ -132,16 +135,10 @@ class ShardedOptimizer(Optimizer):
         """Assign an owner to each parameter that is not frozen and has none, and put them into new buckets."""
         parameters = list(dict.fromkeys(self._parameters()))
         check_parameters(parameters)
-        owners = dict(self._owners)
-        loads = [0] * comm.world_size()
-        for p, owner in owners.items():
-            loads[owner] += p.numel()
-        # Greedy: the rank with the fewest elements gets the next parameter, so no rank is ahead by more than the last
-        # parameter it got. The largest go first, so that this difference is small.
-        new = [p for p in parameters if p.requires_grad and p not in owners]
-        for p in sorted(new, key=Tensor.numel, reverse=True):
-            owners[p] = loads.index(min(loads))
-            loads[owners[p]] += p.numel()
+        new = [p for p in parameters if p.requires_grad and p not in self._owners]
+        owners, all_owned = dict(self._owners), [*self._owners, *new]
+        assign_owners({p: self._work[p] for p in all_owned if p in self._work}, owners)
+        assign_owners({p: p.numel() for p in all_owned if p not in self._work}, owners)
         self._make_state({p for p in new if owners[p] == comm.rank()})
         immovable = find_immovable(new)
         parts = [cut([p for p in new if owners[p] == rank], self._bucket_bytes) for rank in range(comm.world_size())]

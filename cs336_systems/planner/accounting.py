@@ -110,6 +110,15 @@ def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     return 3 * forward_flops(shape, num_sequences, length)
 
 
+def orthogonalization_flops(rows: int, columns: int) -> int:
+    """Operations of Muon's five steps of Newton-Schulz: 5 (4 m^2 n + 2 m^3), where m is the smaller side.
+
+    A step has two products of m^2 n, the Gram matrix and the update, and the square of the Gram matrix, m^3.
+    """
+    m, n = sorted((rows, columns))
+    return 5 * (4 * m * m * n + 2 * m**3)
+
+
 def least_training_bytes(
     shape: ModelShape,
     batch_size: int,
@@ -119,6 +128,7 @@ def least_training_bytes(
     weight_bytes: int = 4,
     has_masters: bool = False,
     loss_chunk_tokens: int | None = None,
+    muon: bool = False,
 ) -> int:
     """A lower bound on the memory of a process: 2 W N / w + 2 W N / s + 4 T d / H + 8 B T + 2 C V.
 
@@ -127,13 +137,14 @@ def least_training_bytes(
     micro-batch or one chunk of it. Other activations are not counted.
 
     has_masters: the N_m parameters in products have 16-bit weights and gradients, 4 N_m / w less, and float32 masters
-    beside the moments, 4 N_m / s more.
+    beside the moments, 4 N_m / s more. muon: the matrices of the blocks have one moment, 4 P L / s less.
     """
     length, n = shape.context_length, num_parameters(shape)
     rotary = 4 * length * shape.head_size
     in_products = matmul_parameters(shape) - shape.tie_embeddings * shape.vocab_size * shape.d_model
     masters = 4 * in_products if has_masters else 0
-    state = (2 * weight_bytes * n - masters) // weight_parts + (2 * weight_bytes * n + masters) // state_parts
+    moments = 2 * weight_bytes * n - 4 * muon * shape.num_layers * block_matrices(shape)
+    state = (2 * weight_bytes * n - masters) // weight_parts + (moments + masters) // state_parts
     tokens = micro_batch * length
     if loss_chunk_tokens is not None:
         tokens = -(-tokens // -(-tokens // loss_chunk_tokens))  # chunks have equal sizes, up to rounding

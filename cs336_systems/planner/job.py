@@ -61,6 +61,8 @@ class Job:
     """Whether there is an optimizer step (AdamW in one kernel, PyTorch's or `fused`)."""
     fused: bool = False
     """The optimizer `fused`, which clips as well, and has float32 masters of 16-bit matrices."""
+    muon: bool = False
+    """Muon for the matrices of the blocks: one moment in place of two."""
     clip: bool = True
     """Whether gradients are scaled by their norm."""
 
@@ -73,6 +75,7 @@ class Job:
         accepted = not narrow or self.precision == "bf16"
         require(accepted, "weight_dtype", "bf16", f"fp32 with precision {self.precision!r}")
         require(not (self.fused and narrow), "fused", True, "false with weight_dtype 'bf16'")
+        require(not (self.muon and narrow), "muon", True, "false with weight_dtype 'bf16'")
         accepted = budget == 1 or (0 <= budget < 1 and self.compile)
         require(accepted, "compile_memory_budget", budget, "from 0 to 1, and 1 without compile")
         require(self.attention in ATTENTION, "attention", self.attention, f"one of {', '.join(ATTENTION)}")

@@ -96,8 +96,10 @@ def constant_terms(job: Job) -> list[Term]:
             masters = {"blocks": b, "head": b, "others": 0}
             value = parameter_bytes(s, masters, w) / (job.state_parts / w)
             terms.append(_of_all_weights("master weights", masters, job, job.state_parts, value))
-        state = 2 * parameter_bytes(s, dict.fromkeys(KINDS, b), w) / (job.state_parts / w)
-        terms.append(_of_all_weights("optimizer state", dict.fromkeys(KINDS, 2 * b), job, job.state_parts, state))
+        second = dict.fromkeys(KINDS, b) | ({"blocks": 0} if job.muon else {})
+        both = {kind: b + size for kind, size in second.items()}
+        state = sum(parameter_bytes(s, moment, w) for moment in (dict.fromkeys(KINDS, b), second))
+        terms.append(_of_all_weights("optimizer state", both, job, job.state_parts, state / (job.state_parts / w)))
     if job.strategy in IN_BUCKETS:  # flat tensors of up to bucket_size_mb; a larger gradient is a bucket of its own
         most = (job.bucket_size_mb or 0) * MIB
         each = [(count, gradients[kind] * r * c) for kind, count, r, c in tensors(s)]

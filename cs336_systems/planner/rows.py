@@ -93,6 +93,7 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         compile_memory_budget=train.get("compile_memory_budget", 1.0),
         cuda_graph=train["cuda_graph"],
         fused=_is_fused(run),
+        muon=run.get("optimizer", {}).get("name") == "muon",
         **sharing,
     )
 

@@ -22,7 +22,7 @@ from .activations import kept_blocks
 from .cards import Card
 from .communication import sent
 from .job import IN_BUCKETS, OVERLAPPED, Job
-from .memory import in_blocks, over, parameter_bytes
+from .memory import in_blocks, over, parameter_bytes, tensors
 from .working import Section, Term, as_factor, total
 
 # Kernels per block, forward and backward, and the time from the end of one to the start of the next within a CUDA
@@ -245,11 +245,12 @@ def step_terms(job: Job, card: Card) -> list[Term]:
     Clipping reads gradients and scales them, 4 N and 8 N bytes. AdamW in one kernel reads weight, gradient and two
     moments and writes all but the gradient, 28 N bytes. With bfloat16 weights all of them are half as many. The
     optimizer `fused` clips in the same kernel: only the norm is read before. Of a 16-bit matrix it reads the gradient
-    and writes the weight, 2 + 2 bytes in place of the 4 of a float32 gradient.
+    and writes the weight, 2 + 2 bytes in place of the 4 of a float32 gradient. Muon goes over a matrix in several
+    passes, 88 bytes per number, besides its products.
     """
     terms = compute_terms(job, card)
     terms += communication_terms(job, card, backward_s=sum(term.value for term in terms) * 2 / 3)
-    n, b, w, parts = num_parameters(job.shape), job.weight_bytes, job.weight_parts, job.state_parts
+    w, parts = job.weight_parts, job.state_parts
     if job.clip:
         passes = 1 if job.fused else 3
         read = {kind: passes * size for kind, size in sizes_of(job.gradient_dtypes).items()}
@@ -257,8 +258,33 @@ def step_terms(job: Job, card: Card) -> list[Term]:
         formula = f"{as_factor(formula)}{over(w)}" if w > 1 else formula
         terms.append(_through_memory("gradient norm and clipping", formula, nbytes / w, card))
     if job.optimizer:
-        terms.append(_through_memory("optimizer", f"{7 * b} N{over(parts)}", 7 * b * n / parts, card))
+        formula, _, update = _optimizer_bytes(job)
+        terms.append(_through_memory("optimizer", formula, update, card))
+    if job.optimizer and job.muon:
+        seconds = orthogonalization_seconds(job, card)
+        working = f"products of 5 (4 m^2 n + 2 m^3) operations for m x n{over(parts)}, in tiles and waves"
+        terms.append(Term("orthogonalization", working, seconds, "s"))
     return [*terms, total("step", terms)]
+
+
+def _optimizer_bytes(job: Job) -> tuple[str, str, float]:
+    """Bytes that the optimizer reads and writes on a GPU: formula, working, value."""
+    parts = job.state_parts
+    sizes = dict.fromkeys(KINDS, 7 * job.weight_bytes) | ({"blocks": 88} if job.muon else {})
+    formula, filled, nbytes = bytes_of_kinds(job.shape, sizes)
+    if parts > 1:
+        formula, filled = as_factor(formula), as_factor(filled)
+    return f"{formula}{over(parts)}", f"{filled}{over(parts)}", nbytes / parts
+
+
+def orthogonalization_seconds(job: Job, card: Card) -> float:
+    """Seconds of Muon's products for the matrices that a GPU owns, or for all if no state is sharded."""
+    seconds = 0.0
+    for kind, count, *sides in tensors(job.shape):
+        m, n = sorted(sides)
+        if kind == "blocks":  # in each of five steps the Gram matrix, its square and the update
+            seconds += 5 * count * sum(product_seconds(*sizes, 2, card) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
+    return seconds / job.state_parts
 
 
 def step_seconds(job: Job, card: Card) -> float:
@@ -271,11 +297,12 @@ def step_sections(job: Job, card: Card) -> list[Section]:
     known = [precision for precision in NUMBER_BYTES if card.peak(precision) is not None]
     accepted = f"{' or '.join(known)}, which a {card.name} has"
     require(not known or job.precision in known, "precision", job.precision, accepted)
-    s, t, b, parts = job.shape, job.tokens, job.weight_bytes, job.state_parts
+    s, t = job.shape, job.tokens
     n, nm, flops = num_parameters(s), matmul_parameters(s), training_flops(s, job.batch_size, s.context_length)
     d, layers = s.d_model, s.num_layers
     a_block, (own, own_filled, own_bytes) = block_matrices(s) + 2 * d, bytes_of_kinds(s, sizes_of(job.gradient_dtypes))
     gradients = parameter_bytes(s, sizes_of(job.gradient_dtypes))
+    update, update_filled, update_bytes = _optimizer_bytes(job)
     all_parameters = (
         f"2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d = 2 x {s.vocab_size:,} x {d:,} + {layers} x {a_block:,} + {d:,}"
     )
@@ -289,7 +316,7 @@ def step_sections(job: Job, card: Card) -> list[Section]:
         Term("N_m, in products", f"without embedding and norms: V d + L (4 d^2 + 3 d d_ff) = N - {n - nm:,}", nm, ""),
         Term("operations", f"3 (2 N_m T + 2 L B N_ctx^2 d) = 3 (2 x {nm:,} x {t:,} + 2 x {layers} x "
              f"{job.batch_size} x {s.context_length}^2 x {d})", flops, "FLOP"),
-        Term("bytes of the optimizer", f"{7 * b} N{over(parts)} = {7 * b} x {n:,}{over(parts)}", 7 * b * n / parts),
+        Term("bytes of the optimizer", f"{update} = {update_filled}", update_bytes),
         Term("bytes of elementwise", elementwise, layers * sum(elementwise_bytes(job))),
         Term("gradients", f"{own} = {own_filled}{in_blocks(gradients, own_bytes)}", gradients),
     ]  # fmt: skip

@@ -21,7 +21,9 @@ from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_an
 from ..machine.hardware import DTYPES
 from ..parallel import Options, StrategyFactory, comm, get_strategy
 from ..parallel.strategy import Strategy
+from ..planner.accounting import orthogonalization_flops
 from .load import LoadedModel
+from .muon import Muon
 from .optimizer import FusedAdamW
 
 logger = logging.getLogger(__name__)
@@ -86,25 +88,32 @@ def masters_of(strategy: Strategy, whole: dict[str, Tensor]) -> dict[nn.Paramete
 
 
 def build_optimizer(
-    model: torch.nn.Module,
+    model: TransformerLM,
     config: OptimizerConfig,
     sharded: bool | Literal["simple"] = False,
     **fused: Any,
 ) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices and none on vectors (norm weights).
+    """AdamW with weight decay on matrices and none on vectors (norm weights); with muon, Muon for the blocks' matrices.
 
     sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version of it to read. fused: further
     arguments of `FusedAdamW`, for the implementation fused.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+    matrices: dict[Tensor, None] = {}  # Muon's, in order
+    if config.name == "muon":
+        matrices = {p: None for p in model.layers.parameters() if p.requires_grad and p.ndim == 2}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2 and p not in matrices], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if matrices:
+        ratio = 1.0 if config.muon_lr is None else config.muon_lr / config.lr
+        muon = {"weight_decay": config.weight_decay, "momentum": config.muon_momentum, "lr_ratio": ratio}
+        groups.append({"params": list(matrices), **muon})
     common: dict[str, Any] = dict(lr=config.lr, betas=config.betas, eps=config.eps)
     cls: type[torch.optim.Optimizer] = AdamW
     if config.implementation == "fused":
-        cls = FusedAdamW
+        cls = Muon if config.name == "muon" else FusedAdamW
         common |= fused
     elif config.implementation != "own":
         cls = torch.optim.AdamW
@@ -116,7 +125,8 @@ def build_optimizer(
     if sharded:
         from ..parallel.zero1 import ShardedOptimizer
 
-        return ShardedOptimizer(groups, cls, **common)
+        work = {p: orthogonalization_flops(*p.shape) for p in matrices}
+        return ShardedOptimizer(groups, cls, work=work, **common)
     return cls(groups, **common)
 
 

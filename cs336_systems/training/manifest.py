@@ -29,7 +29,7 @@ class Manifest:
     sequences: int
     """Sequences of the run consumed so far: the position in the data."""
     identity: dict[str, Any]
-    """The facts that a run must share to continue from here: architecture, tokenizer, training tokens, seed."""
+    """The facts that a run must share to go on from here: architecture, optimizer, tokenizer, training tokens, seed."""
     trainer: dict[str, Any]
     """The trainer's small state: loss scale, skipped steps."""
     config: dict[str, Any]
@@ -132,8 +132,9 @@ def check_identity(
     why: other differences that may be the cause. The message lists them too.
     partly: compare only the fields of `identity`.
     """
-    # Older checkpoints lack the newer fields of the architecture.
+    # Older checkpoints lack the newer fields.
     defaults = {f"model.{name}": default for name, default in ModelShape.defaults().items()}
+    defaults["optimizer.name"] = "adamw"
     here, there = defaults | identity, defaults | manifest.identity
     differing = [
         f"{name} is {here.get(name)!r} here and {there.get(name)!r} there"

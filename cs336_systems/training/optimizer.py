@@ -71,7 +71,7 @@ class GradientScale:
         return norm
 
     def _square_sum(self, gradients: list[Tensor]) -> Tensor:
-        parts = [_in_memory(g) for g in gradients]
+        parts = [in_memory(g) for g in gradients]
         if self.factor.is_cuda:
             from ..kernels.adamw import square_sum  # Triton is only there on Linux
 
@@ -122,15 +122,19 @@ class FusedAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with their state."""
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
+        group = self.param_groups[-1]
+        for p in group["params"]:
             master = self._masters.pop(p, None)
-            if (p if master is None else master).dtype != torch.float32 or not _local(p).is_contiguous():
+            if (p if master is None else master).dtype != torch.float32 or not local_part(p).is_contiguous():
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}: it must be contiguous, and "
                                  "float32 or have a float32 master")  # fmt: skip
-            moments = {name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-            self.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+            self.state[p] = self._initial_state(p, group)
             if master is not None:
                 self.state[p][MASTER] = master
+
+    def _initial_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        moments = {name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=p.device), **moments}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -141,27 +145,29 @@ class FusedAdamW(torch.optim.Optimizer):
                 loss = closure()
         if self.state is not self._state_at_start:
             raise RuntimeError("the state of a FusedAdamW was replaced: load state into its tensors")
-        counts = (self._factor > 0).to(torch.float32)
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
-                continue
-            states = [self.state[p] for p in parameters]
-            # A list: a single tensor would be read by the host.
-            torch._foreach_add_([state["step"] for state in states], [counts] * len(states))
-            gradients = [_in_memory(p.grad) for p in parameters]
-            tensors = [
-                [_local(t) for t in (s["step"], s.get(MASTER, p), s["exp_avg"], s["exp_avg_sq"], p.detach())]
-                for p, s in zip(parameters, states, strict=True)
-            ]
-            hyper = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            if self._factor.is_cuda:
-                from ..kernels.adamw import adamw
-
-                adamw(gradients, tensors, self._tables, factor=self._factor, **hyper)
-            else:
-                adamw_torch(gradients, tensors, factor=self._factor, **hyper)
+            if parameters := [p for p in group["params"] if p.grad is not None]:
+                self._update(parameters, group)
         return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update the parameters of a group that have gradients."""
+        states = [self.state[p] for p in parameters]
+        counts = (self._factor > 0).to(torch.float32)
+        # A list: a single tensor would be read by the host.
+        torch._foreach_add_([state["step"] for state in states], [counts] * len(states))
+        gradients = [in_memory(p.grad) for p in parameters]
+        tensors = [
+            [local_part(t) for t in (s["step"], s.get(MASTER, p), s["exp_avg"], s["exp_avg_sq"], p.detach())]
+            for p, s in zip(parameters, states, strict=True)
+        ]
+        hyper = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        if self._factor.is_cuda:
+            from ..kernels.adamw import adamw
+
+            adamw(gradients, tensors, self._tables, factor=self._factor, **hyper)
+        else:
+            adamw_torch(gradients, tensors, factor=self._factor, **hyper)
 
 
 def adamw_torch(
@@ -202,11 +208,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _in_memory(gradient: Tensor | None) -> Tensor:
+def in_memory(gradient: Tensor | None) -> Tensor:
+    """This rank's part of a gradient, contiguous."""
     assert gradient is not None
-    return _local(gradient).contiguous()
+    return local_part(gradient).contiguous()

@@ -49,6 +49,7 @@ def memory_shortage(config: RunConfig, device: torch.device) -> str:
         weight_bytes=2 if train.weight_dtype == "bf16" else 4,
         has_masters=train.has_masters,
         loss_chunk_tokens=train.loss_chunk_tokens,
+        muon=config.optimizer.name == "muon",
     )
     available = memory_bytes(device)
     if device.type == "cpu" and available is not None:

@@ -181,8 +181,7 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
                 f"that began with {began_with or 'random weights'}; leave it out, or give another run_dir"
             )
         # Compare now: preparing the data may take hours.
-        known = {**_architecture(config), "train.seed": config.train.seed}
-        check_identity(checkpoint, manifest, known, _changed_data(config, manifest), partly=True)
+        check_identity(checkpoint, manifest, _settings(config), _changed_data(config, manifest), partly=True)
         return Plan(dataclasses.replace(named, init_from=began_with), run_dir, found)
 
     plan = on_first_rank(decide)
@@ -190,13 +189,16 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
 
 
 def identity_of(config: RunConfig, data: PreparedData) -> dict[str, Any]:
-    """The facts that a run and its checkpoints must share: architecture, seed, tokenizer, training tokens."""
+    """The facts that a run and its checkpoints share: architecture, optimizer, seed, tokenizer, training tokens."""
     return {
-        **_architecture(config),
-        "train.seed": config.train.seed,
+        **_settings(config),
         "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
         "training tokens": data.train_sha256,
     }
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    return {**_architecture(config), "optimizer.name": config.optimizer.name, "train.seed": config.train.seed}
 
 
 def _architecture(config: RunConfig) -> dict[str, Any]:

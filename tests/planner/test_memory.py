@@ -118,6 +118,11 @@ def test_matrices_with_masters_take_16_bytes_a_parameter_too() -> None:
     assert peak_bytes(Job(shape=XL, fused=True)) == pytest.approx(peak_bytes(Job(shape=XL)), rel=0.001)
 
 
+def test_muon_has_one_moment_of_the_blocks_matrices() -> None:
+    blocks = 48 * (4 * 1600**2 + 3 * 1600 * 6400)
+    assert held()["optimizer state"] - held(muon=True)["optimizer state"] == pytest.approx(4 * blocks, rel=0.03)
+
+
 def test_sharding_divides_masters() -> None:
     alone, zero1 = held(), held(strategy="overlap", world_size=4, shard_optimizer=True)
     assert zero1["master weights"] == alone["master weights"] / 4
@@ -393,6 +398,7 @@ def test_the_peak_is_the_sum_of_its_terms_and_the_largest_moment() -> None:
     "given, message",
     [
         ({"batch_size": 0}, "batch_size is 0: it must be at least 1"),
+        ({"muon": True, "weight_dtype": "bf16"}, "muon is true: it must be false with weight_dtype 'bf16'"),
         ({"fused": True, "weight_dtype": "bf16"}, "fused is true: it must be false with weight_dtype 'bf16'"),
         ({"attention": "none"}, "attention is 'none': it must be one of naive"),
         ({"precision": "fp8"}, "precision is 'fp8'"),

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from cs336_systems.config.model import ModelConfig
-from cs336_systems.planner.accounting import matmul_parameters, num_parameters, training_flops
+from cs336_systems.planner.accounting import (
+    matmul_parameters,
+    num_parameters,
+    orthogonalization_flops,
+    training_flops,
+)
 from cs336_systems.planner.cards import CARDS, Card, get_card
 from cs336_systems.planner.job import Job
 from cs336_systems.planner.step import (
@@ -17,6 +22,7 @@ from cs336_systems.planner.step import (
     attention_seconds,
     elementwise_bytes,
     gradients_of,
+    orthogonalization_seconds,
     product_seconds,
     products,
     products_seconds,
@@ -82,6 +88,18 @@ def test_the_optimizer_moves_28_bytes_a_parameter() -> None:
     assert "optimizer" not in parts(optimizer=False)
     assert parts()["gradient norm and clipping"] == pytest.approx(12 * num_parameters(XL) / 4.3e12)
     assert "gradient norm and clipping" not in parts(clip=False)
+
+
+def test_muon_takes_the_time_of_its_products() -> None:
+    """On a card without waves and bytes, that of its operations; with the state over 4 GPUs a quarter."""
+    ideal = replace(H200, multiprocessors=1, bandwidth=1e30)
+    shape = replace(XL, d_model=2560, d_ff=10240, num_heads=32)  # multiples of 256
+    operations = 48 * (4 * orthogonalization_flops(2560, 2560) + 3 * orthogonalization_flops(10240, 2560))
+    alone = Job(shape=shape, muon=True)
+    assert orthogonalization_seconds(alone, ideal) == pytest.approx(operations / 790e12)
+    zero1 = replace(alone, strategy="overlap", world_size=4, shard_optimizer=True)
+    assert orthogonalization_seconds(zero1, ideal) == pytest.approx(operations / 790e12 / 4)
+    assert parts(muon=True)["orthogonalization"] > 0
 
 
 def test_the_fused_optimizer_reads_gradients_once_for_their_norm_and_nothing_is_cast() -> None:

@@ -41,6 +41,7 @@ from cs336_systems.training.checkpoint import prune_checkpoints, save_checkpoint
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.manifest import MANIFEST, Manifest
 from cs336_systems.training.metrics import METRICS_FILE, Row, read_metrics
+from cs336_systems.training.tensor_files import read_tensors, tensor_shapes
 from tests import forked
 from tests.distributed import processes
 
@@ -133,6 +134,13 @@ def read_independently(path: Path) -> dict[str, Tensor]:
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as reader:
             tensors |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+    return tensors
+
+
+def whole(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, those that ranks have written in pieces too."""
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensor_shapes(path).items()}
+    read_tensors(path, tensors)
     return tensors
 
 

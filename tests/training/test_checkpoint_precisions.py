@@ -15,7 +15,6 @@ from cs336_systems.training.loop import Trainer
 from cs336_systems.training.manifest import Manifest, checkpoint_name
 from cs336_systems.training.optimizer import MASTER
 from cs336_systems.training.state import collect_state, restore_state
-from cs336_systems.training.tensor_files import read_tensors, tensor_shapes
 
 from ..distributed import run_ranks
 from .helpers import (
@@ -27,16 +26,11 @@ from .helpers import (
     loss_rows,
     make_config,
     tiny_trainer,
+    whole,
 )
 from .runs import resumed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def whole(path: Path) -> dict[str, Tensor]:
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensor_shapes(path).items()}
-    read_tensors(path, tensors)
-    return tensors
 
 
 Way = dict[str, Any]  # precision and weight_dtype; strategy and shard_optimizer; implementation

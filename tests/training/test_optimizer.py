@@ -15,6 +15,7 @@ from cs336_systems.config.run import OptimizerConfig, RunConfig
 from cs336_systems.parallel import comm, get_strategy
 from cs336_systems.parallel.strategy import Strategy
 from cs336_systems.planner.accounting import (
+    block_matrices,
     bytes_of_kinds,
     least_training_bytes,
     matmul_parameters,
@@ -24,7 +25,7 @@ from cs336_systems.planner.accounting import (
 from cs336_systems.planner.job import Job
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import NonFiniteError, StartedStep, Trainer
-from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale, _local, adamw_torch
+from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale, adamw_torch, local_part
 from cs336_systems.training.pipeline import train
 from tests.distributed import run_ranks
 from tests.training.helpers import assert_same_tensors, make_config, tiny_trainer
@@ -35,9 +36,11 @@ CPU = torch.device("cpu")
 STEPS, BAD_STEP = 10, 5
 
 
-def config_of(precision: str = "bf16", parallel: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    settings = dict(batch_size=8, precision=precision, max_steps=STEPS) | train
-    return make_config(Path("unused"), parallel=parallel or {}, model=dict(num_layers=2), train=settings)
+def config_of(
+    precision: str = "bf16", parallel: dict[str, Any] | None = None, name: str = "adamw", **train: Any
+) -> RunConfig:
+    groups = dict(parallel=parallel or {}, model=dict(num_layers=2), optimizer=dict(name=name))
+    return make_config(Path("unused"), **groups, train=dict(batch_size=8, precision=precision, max_steps=STEPS) | train)
 
 
 def weights_and_masters(trainer: Trainer) -> dict[str, Tensor]:
@@ -83,7 +86,7 @@ def bytes_of_a_step(config: RunConfig) -> int:
             states = [trainer.optimizer.state.get(p, {}) for p in parameters]
             state = [t for each in states for t in each.values() if t.ndim]
             gradients = [p.grad for p in parameters if p.grad is not None]
-            found.append(sum(_local(t).nbytes for t in (*parameters, *gradients, *state)))
+            found.append(sum(local_part(t).nbytes for t in (*parameters, *gradients, *state)))
 
         trainer.optimizer.register_step_pre_hook(count)
         trainer.train_step()
@@ -91,31 +94,35 @@ def bytes_of_a_step(config: RunConfig) -> int:
 
 
 @pytest.mark.parametrize(
-    "strategy, shard, chunk",
+    "strategy, shard, chunk, name",
     [
-        ("naive", False, None),
-        ("naive", True, 5),
-        ("fsdp", False, None),
-        ("fsdp", False, 5),
-        ("fsdp_simple", False, None),
-        ("torch_ddp", False, None),
-        ("torch_ddp", False, 5),
-        ("torch_fsdp", False, 5),
+        ("naive", False, None, "adamw"),
+        ("naive", True, 5, "adamw"),
+        ("naive", True, None, "muon"),
+        ("fsdp", False, None, "adamw"),
+        ("fsdp", False, 5, "muon"),
+        ("fsdp_simple", False, None, "adamw"),
+        ("torch_ddp", False, None, "adamw"),
+        ("torch_ddp", False, 5, "adamw"),
+        ("torch_fsdp", False, 5, "adamw"),
     ],
 )
-def test_the_planner_knows_weights_gradients_and_state(strategy: str, shard: bool, chunk: int | None) -> None:
-    config = config_of(parallel=dict(strategy=strategy, shard_optimizer=shard), loss_chunk_tokens=chunk)
+def test_the_planner_knows_weights_gradients_and_state(
+    strategy: str, shard: bool, chunk: int | None, name: str
+) -> None:
+    config = config_of(parallel=dict(strategy=strategy, shard_optimizer=shard), name=name, loss_chunk_tokens=chunk)
     shape, matrices = config.model.shape, matmul_parameters(config.model.shape)
     how: dict[str, Any] = dict(strategy=strategy, world_size=2, shard_optimizer=shard, loss_chunk_tokens=chunk)
-    job = Job(shape=shape, fused=True, **how)
+    job = Job(shape=shape, fused=True, muon=name == "muon", **how)
     assert get_strategy(strategy).strategy.needs_float32 == (not job.has_masters)
     kept = sum(bytes_of_kinds(shape, sizes_of(types))[2] for types in (job.weight_dtypes, job.gradient_dtypes))
     state = 8 * num_parameters(shape) + 4 * matrices * job.has_masters
+    state -= 4 * shape.num_layers * block_matrices(shape) * job.muon
     found = run_ranks(bytes_of_a_step, 2, config)
     norms = (2 * shape.num_layers + 1) * shape.d_model if strategy.startswith("fsdp") else 0  # each rank has them whole
     assert sum(found) == 2 * (kept // job.weight_parts + state // job.state_parts) + 16 * norms
     # The bound that refuses a run, without the rotary tables.
-    how = dict(weight_parts=job.weight_parts, state_parts=job.state_parts, has_masters=True)
+    how = dict(weight_parts=job.weight_parts, state_parts=job.state_parts, has_masters=True, muon=job.muon)
     least = least_training_bytes(shape, 0, 0, **how) - 4 * shape.context_length * shape.d_model // shape.num_heads
     assert max(found) >= least > 0
 
@@ -261,38 +268,48 @@ def assert_skipped(found: list[dict[str, Tensor]]) -> None:
     assert not torch.equal(end["lm_head.weight"], after["lm_head.weight"])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_a_bad_step_changes_nothing(precision: str) -> None:
-    config = config_of(precision, skip_nonfinite=True)
+@pytest.mark.parametrize("precision, name", [("bf16", "adamw"), ("fp16", "muon"), ("fp32", "adamw")])
+def test_a_bad_step_changes_nothing(precision: str, name: str) -> None:
+    config = config_of(precision, name=name, skip_nonfinite=True)
     if precision == "fp32":
         config = dataclasses.replace(config, optimizer=OptimizerConfig(implementation="fused", warmup_steps=0))
     assert_skipped(train_with_a_bad_step(config, "cpu"))
 
 
 @pytest.mark.parametrize(
-    "strategy, shard",
-    [("naive", False), ("bucketed", True), ("overlap", "simple"), ("fsdp", False), ("torch_ddp", False)],
+    "strategy, shard, name",
+    [
+        ("naive", False, "adamw"),
+        ("bucketed", True, "adamw"),
+        ("overlap", "simple", "muon"),
+        ("fsdp", False, "adamw"),
+        ("fsdp", False, "muon"),
+        ("torch_ddp", False, "adamw"),
+    ],
 )
-def test_a_bad_step_of_one_rank_changes_nothing_on_two(strategy: str, shard: Any) -> None:
-    config = config_of(parallel=dict(strategy=strategy, shard_optimizer=shard), skip_nonfinite=True)
+def test_a_bad_step_of_one_rank_changes_nothing_on_two(strategy: str, shard: Any, name: str) -> None:
+    config = config_of(parallel=dict(strategy=strategy, shard_optimizer=shard), name=name, skip_nonfinite=True)
     for found in run_ranks(train_with_a_bad_step, 2, config, "cpu"):
         assert_skipped(found)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cuda_graph", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_bad_step_changes_nothing_on_a_gpu(precision: str, cuda_graph: bool) -> None:
-    config = config_of(precision, skip_nonfinite=True, cuda_graph=cuda_graph, device="cuda")
+@pytest.mark.parametrize("precision, name", [("bf16", "adamw"), ("bf16", "muon"), ("fp16", "adamw")])
+def test_a_bad_step_changes_nothing_on_a_gpu(precision: str, name: str, cuda_graph: bool) -> None:
+    config = config_of(precision, name=name, skip_nonfinite=True, cuda_graph=cuda_graph, device="cuda")
     assert_skipped(train_with_a_bad_step(config, "cuda"))
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("strategy, shard", [("overlap", False), ("bucketed", True), ("fsdp", False)])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_a_bad_step_of_one_rank_changes_nothing_on_two_gpus(strategy: str, shard: bool, cuda_graph: bool) -> None:
+def test_a_bad_step_of_one_rank_changes_nothing_on_two_gpus(
+    strategy: str, shard: bool, name: str, cuda_graph: bool
+) -> None:
     parallel = dict(strategy=strategy, shard_optimizer=shard)
-    config = config_of(parallel=parallel, skip_nonfinite=True, cuda_graph=cuda_graph, device="cuda")
+    config = config_of(parallel=parallel, name=name, skip_nonfinite=True, cuda_graph=cuda_graph, device="cuda")
     for found in run_ranks(train_with_a_bad_step, 2, config, "cuda", device="cuda"):
         assert_skipped(found)
 
