@@ -42,6 +42,19 @@ def test_flash_is_the_handouts_sweep() -> None:
     assert len(groups(FLASH, configs)) == 10 * 4 * 2
 
 
+def test_a_band_and_groups_of_heads_are_measured_on_their_work() -> None:
+    given: dict[str, Any] = dict(kernel=("naive", "flash_torch"), shape=((2, 4, 64, 16),), num_kv_heads=(2,))
+    whole, limited = (
+        [row for config in configurations(PRESETS["kernels"], given | limits, quick=True)
+         for row in PRESETS["kernels"].measure([config])]
+        for limits in ({}, dict(window=(8,), document_length=(16,)))
+    )  # fmt: skip
+    assert [row.status for row in (*whole, *limited)] == ["ok"] * 4
+    pairs = [64 * 65 // 2, 4 * (8 * 9 // 2 + 8 * 8)]
+    found = [row.metrics["forward_tflops"] * row.metrics["forward_ms"]["p50"] for row in (whole[0], limited[0])]
+    assert found[1] / found[0] == pytest.approx(pairs[1] / pairs[0])
+
+
 def test_16_bit_kernels_are_left_out_of_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.bench.cases.attention.select_device", lambda name: "cuda")
     wide = {config.kernel for config in configurations(FLASH) if config.dtype == "fp32"}

@@ -21,7 +21,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     "precision-accumulation": ({}, dict(count=[0], value=[float("inf")], accumulation=["fp8"])),
     "autocast-dtypes": ({}, dict(norm=["batch_norm"], precision=["fp8"], device=["tpu"])),
     "kernels": ({}, dict(dtype=["int8"], shape=[(1, 2, 0, 4), (1, 2, 3), (1, 2, 3, 2**31)], rounds=[0],
-                         rep_ms=[float("inf"), -1.0])),
+                         rep_ms=[float("inf"), -1.0], num_kv_heads=[0, 5], window=[0], document_length=[3])),
     "flash": ({}, dict(length=[0], head_size=[2**31], device=["tpu"])),
     "attention": ({}, dict(length=[0], head_size=[2**31], device=["tpu"])),
     "leaderboard-2025": ({}, dict(length=[0], num_heads=[0], device=["tpu"])),

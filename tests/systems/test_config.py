@@ -354,6 +354,7 @@ def test_the_resolved_form_is_plain_json() -> None:
     written = json.loads(json.dumps(config.to_dict(), allow_nan=False))
     assert written["model"] == {
         **dict(num_kv_heads=None, head_dim=None, qk_norm=False, tie_embeddings=False, norm_eps=1e-5, rope_scaling=None),
+        **dict(window=None, window_every=1),
         **{**TINY, "size": None, "rope_theta": 5e5, "attention": "naive"},
     }
     assert written["data"]["tokenizer"] == "data/text/a b/tokenizer.json"

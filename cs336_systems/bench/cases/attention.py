@@ -24,8 +24,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cs336_basics.model import Documents
+
 from ...config.checks import check_types, is_import_path, require, require_at_least, without_groups
 from ...kernels.attention import ATTENTION, get_attention
+from ...kernels.attention.contract import attention_flops
 from ...machine.hardware import DTYPES, select_device, use_device
 from ...planner.accounting import naive_attention_bytes
 from ..case import Case, swept
@@ -131,6 +134,15 @@ class AttentionBench:
         shape = tuple(getattr(self, name) for name in self.dimensions)
         return shape, shape
 
+    def limits(self, device: torch.device) -> dict[str, Any]:
+        """The further arguments of the kernel."""
+        return {}
+
+    def flops(self, products: int) -> int:
+        """Operations of so many matrix products."""
+        q, k = self.shapes
+        return attention_flops(q, k[-2], self.is_causal, products)
+
     def check_output(self, o: Tensor) -> None:
         """Raise ValueError for an output of another shape than q's."""
         require(o.shape == self.shapes[0], "output's shape", tuple(o.shape), f"{self.shapes[0]}")
@@ -168,10 +180,38 @@ class KernelsBench(InTurnsBench):
     shape: tuple[int, int, int, int] = swept(
         *SHAPES, quick=((1, 2, 64, 16), (1, 2, 65, 32)), parse=parse_shape, also="shapes"
     )
+    num_kv_heads: int | None = swept(None)
+    """Heads of k and v, a divisor of q's (default: as many)."""
+    window: int | None = swept(None)
+    """Keys that a query sees at most (default: all)."""
+    document_length: int | None = swept(None)
+    """Tokens of each document, a divisor of the length (default: one document)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _, heads, length, _ = self.shape
+        for name, whole in (("num_kv_heads", heads), ("document_length", length)):
+            value = getattr(self, name)
+            require(value is None or (value > 0 and whole % value == 0), name, value, f"a divisor of {whole}")
+        require_at_least(self, "", 1, "window")
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.shape, self.shape
+        batch, heads, *rest = self.shape
+        return self.shape, (batch, self.num_kv_heads or heads, *rest)
+
+    def limits(self, device: torch.device) -> dict[str, Any]:
+        limits: dict[str, Any] = {} if self.window is None else {"window": self.window}
+        if self.document_length is not None:
+            numbers = torch.arange(self.shape[2], device=device) // self.document_length
+            limits["documents"] = Documents.from_numbers(numbers.expand(self.shape[0], -1))
+        return limits
+
+    def flops(self, products: int) -> int:
+        batch, heads, length, head_size = self.shape
+        each = self.document_length or length
+        documents = batch * (length // each), heads, each, head_size
+        return attention_flops(documents, each, self.is_causal, products, self.window)
 
 
 @dataclass(frozen=True, kw_only=True)

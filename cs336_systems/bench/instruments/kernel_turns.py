@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from ...kernels.attention import get_attention
-from ...kernels.attention.contract import attention_flops
 from ...machine.hardware import DTYPE_NAMES, DTYPES, use_device
 from ...training.metrics import summarise
 from ..case import Case, row_config
@@ -32,9 +31,8 @@ _SLOW_MS = 500  # slower passes are timed in one round only
 
 def timed(config: "AttentionBench", work: str, times: list[float], per: str = "p50") -> dict[str, Any]:
     """Summary of a pass's times in ms, and the TFLOP/s that its median (or `per`) means."""
-    summary, (q, k) = summarise(times), config.shapes
-    flops = attention_flops(q, k[-2], config.is_causal, PRODUCTS[work])
-    return {f"{work}_ms": summary, f"{work}_tflops": flops / summary[per] / 1e9}
+    summary = summarise(times)
+    return {f"{work}_ms": summary, f"{work}_tflops": config.flops(PRODUCTS[work]) / summary[per] / 1e9}
 
 
 def take_turns(*works: str) -> Callable[[Case, Sequence["AttentionBench"]], Iterator[Row]]:
@@ -78,6 +76,7 @@ class KernelInTurns:
         *qkv, self.do = inputs
         self.case, self.config, self.works = case, config, works
         self.trains = any(work != "forward" for work in works)
+        self.limits = config.limits(self.do.device)
         self.qkv = [x.detach().requires_grad_(self.trains) for x in qkv]  # shared memory, separate gradients
         self.times: dict[str, list[float]] = {}
         self.facts: dict[str, Any] = {}
@@ -87,7 +86,7 @@ class KernelInTurns:
 
     def attention(self) -> Tensor:
         q, k, v = self.qkv
-        return get_attention(self.config.kernel)(q, k, v, self.config.is_causal)
+        return get_attention(self.config.kernel)(q, k, v, self.config.is_causal, **self.limits)
 
     def attempt(self, step: str) -> None:
         """Call a method unless an earlier one failed; keep the failure."""
