@@ -107,7 +107,14 @@ def train_step(
 
 def for_each(names: Sequence[str], function: Callable[[str], Any]) -> dict[str, Any]:
     """What a function returns for each strategy, one after the other on the same ranks, which saves starting more."""
-    return {name: function(name) for name in names}
+    results = {}
+    for name in names:
+        try:
+            results[name] = function(name)
+        except BaseException as error:
+            error.add_note(f"in {name}")
+            raise
+    return results
 
 
 def part_of(step: int) -> Tensor:
