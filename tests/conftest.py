@@ -4,6 +4,7 @@ Without a GPU, Triton's kernels run in its interpreter, which has to be said bef
 """
 
 import collections
+import functools
 import logging
 import os
 import signal
@@ -51,7 +52,10 @@ def _hear_signals() -> None:
 
 
 def _spare_the_interpreter() -> None:
-    """Triton prepares all of triton.language for each call of a function in a kernel it interprets: once will do."""
+    """Triton prepares all of triton.language for each call of a function in a kernel it interprets: once will do.
+
+    So with its table of types, which it makes for each conversion.
+    """
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -63,6 +67,12 @@ def _spare_the_interpreter() -> None:
 
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = patch
+    if hasattr(interpreter, "_get_np_dtype"):
+        look_up = interpreter._get_np_dtype
+        of_numbers = functools.cache(look_up)
+        interpreter._get_np_dtype = lambda kind: (
+            look_up(kind) if isinstance(kind.scalar, tl.pointer_type) else of_numbers(kind.scalar)
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
