@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cs336_systems.parallel import STRATEGIES, Options, comm
 from tests.distributed import run_ranks, wait_until
