@@ -21,7 +21,6 @@ from cs336_systems.cli.speedrun import run as speedrun_run
 from cs336_systems.cli.speedrun.choice import SIZES, Trial
 from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.run import RunConfig
-from tests import forked
 from tests.distributed import processes_of, wait_until
 
 STORIES = ["--data.source", "stories", "--data.story_chars=10000", "--model.context_length", "32"]
@@ -288,7 +287,7 @@ def test_an_interrupt_ends_the_search_and_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cs336_systems", "speedrun", *words, *stories]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     environ = os.environ | {"TMPDIR": str(tmp_path)}  # so that it is in the command line of the worker
-    with forked.Popen(command, env=environ, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(command, env=environ, start_new_session=True, **pipes) as process:
         wait_until(lambda: any("cs336_systems.bench.ranks" in words for words in processes_of(str(tmp_path))), process)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=15)
