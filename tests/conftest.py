@@ -19,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests import garbage
 
@@ -147,6 +148,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are blank, which saves most of their time. Their hashes are those of what would be on them."""
+    save = Figure.savefig
+    blank = functools.partial(Figure, figsize=(1, 1))
+    monkeypatch.setattr(Figure, "savefig", lambda _, *args, **options: save(blank(), *args, **options))
 
 
 @pytest.fixture
