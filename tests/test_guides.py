@@ -111,6 +111,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("unrendered")
 @each_guide
 def test_a_guide_runs_from_top_to_bottom(guide: str, folder: Path) -> None:
     run_guide(text_of(guide), folder, f"docs/{guide}.md")
