@@ -4,9 +4,11 @@ Without a GPU, Triton's kernels run in its interpreter, which has to be said bef
 """
 
 import collections
+import functools
 import logging
 import os
 import signal
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tests import garbage
 
@@ -24,7 +27,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONG = ("test_notebooks.py", "test_guides.py", "test_launch.py")  # begin first, so that no process ends them alone
-LEFT_OUT = pytest.StashKey[dict[str, int]]()
+LEFT_OUT = pytest.StashKey[collections.Counter[str]]()
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -51,7 +54,10 @@ def _hear_signals() -> None:
 
 
 def _spare_the_interpreter() -> None:
-    """Triton prepares all of triton.language for each call of a function in a kernel it interprets: once will do."""
+    """Triton prepares all of triton.language for each call of a function in a kernel it interprets: once will do.
+
+    So with its table of types, which it makes for each conversion.
+    """
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -63,9 +69,17 @@ def _spare_the_interpreter() -> None:
 
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = patch
+    if hasattr(interpreter, "_get_np_dtype"):
+        look_up = interpreter._get_np_dtype
+        of_numbers = functools.cache(look_up)
+        interpreter._get_np_dtype = lambda kind: (
+            look_up(kind) if isinstance(kind.scalar, tl.pointer_type) else of_numbers(kind.scalar)
+        )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@functools.cache
+def reasons_of(config: pytest.Config) -> dict[str, str]:
+    """Why tests are left out, by the name of their mark."""
     reasons: dict[str, str] = {}
     if "slow" not in (config.getoption("markexpr") or ""):
         reasons["slow"] = "take minutes: -m slow runs them"
@@ -76,7 +90,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons["gpu"] = "need a CUDA GPU"
     if gpus < 2:
         reasons["multigpu"] = f"need two CUDA GPUs, here are {gpus}"
-    kept, left_out = [], collections.Counter[str]()
+    return reasons
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = collections.Counter()
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Classes and functions that are left out as a whole are not divided into their thousands of cases first."""
+    marks = {mark.name for mark in getattr(obj, "pytestmark", ()) if isinstance(obj, (type, types.FunctionType))}
+    for name, why in reasons_of(collector.config).items():
+        if name in marks:
+            collector.config.stash[LEFT_OUT][why] += 1
+            return []
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons, kept, left_out = reasons_of(config), [], config.stash[LEFT_OUT]
     for item in items:
         why = next((reason for name, reason in reasons.items() if item.get_closest_marker(name)), None)
         if why is None:
@@ -84,7 +116,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             left_out[why] += 1
     items[:] = sorted(kept, key=lambda item: item.path.name not in LONG)
-    config.stash[LEFT_OUT] = left_out
 
 
 def pytest_collection_finish() -> None:
@@ -101,12 +132,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """All of xdist's workers collect the same tests."""
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+    node.config.stash[LEFT_OUT] = collections.Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if left_out := config.stash.get(LEFT_OUT, {}):
-        terminalreporter.write_line("left out: " + "; ".join(f"{count} {why}" for why, count in left_out.items()))
+        counts = "; ".join(f"{count} {why}" for why, count in left_out.items())
+        terminalreporter.write_line(f"left out (a class, or a test with all its cases, counts as one): {counts}")
 
 
 @pytest.fixture
@@ -116,6 +148,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are blank, which saves most of their time. Their hashes are those of what would be on them."""
+    save = Figure.savefig
+    blank = functools.partial(Figure, figsize=(1, 1))
+    monkeypatch.setattr(Figure, "savefig", lambda _, *args, **options: save(blank(), *args, **options))
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ import matplotlib.figure  # noqa: F401
 import torch
 import torch._dynamo  # the first optimizer of a process loads it, which takes seconds
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 CAN_FORK = sys.platform == "linux" and not torch.cuda.is_available()
 _OURS = ("cs336_basics", "cs336_systems", "tests")
@@ -36,7 +37,11 @@ _before: list[types.ModuleType] = []  # pytest's modules of ours: kept, as PyTor
 
 
 def fork_everything() -> None:
-    """From now on, ranks that PyTorch's launcher starts and the servers of `multiprocessing` are forked too."""
+    """From now on, ranks that PyTorch's launcher starts and the servers of `multiprocessing` are forked too.
+
+    The launcher notes for each event which function it is in, and looks through all modules for that: a second in all.
+    """
+    dynamic_rendezvous.get_method_name = lambda depth=2: "not looked up"  # type: ignore[attr-defined]
     if CAN_FORK:
         util.spawnv_passfds = _spawn
         subprocess_handler.Popen = _Forked  # type: ignore[misc]

@@ -29,6 +29,8 @@ from tests.extending import DOCUMENT, STEPS, code, train_together
 from tests.kernels.attention_cases import QUICK_CASES, check_case
 from tests.parallel.models import train_alone
 
+pytestmark = pytest.mark.usefixtures("unrendered")
+
 ROOT = Path(__file__).parents[1]
 FILES = ("by_rows.py", "recomputed.py", "together.py")
 BY_ROWS, TOGETHER = "by_rows:by_rows", "together:TogetherDDP"

@@ -6,7 +6,7 @@ A comment before a block says how it is tested:
     <!-- quick: OPTIONS -->                         its commands get these options too, which make them tiny
     <!-- FILE.py -->                                the block becomes this file, which later blocks use
 
-Commands of `cs336` and programs are forked, which saves seconds for each.
+Commands of `cs336` and `torchrun`, their ranks and programs are forked, which saves seconds for each.
 """
 
 import os
@@ -31,6 +31,7 @@ BIN = Path(sys.executable).parent
 GUIDES = ("train", "measure", "parallel", "kernels")
 PARSED = ("needs a GPU", "takes minutes")
 BLOCK = re.compile(r"^(?:<!-- (?P<note>[^\n]*) -->\n\n)?^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.M | re.S)
+COMMANDS = {"cs336": "cs336_systems", "torchrun": "torch.distributed.run"}  # and the modules that they run
 LONGEST_S = 60
 each_guide = pytest.mark.parametrize("guide", GUIDES)
 
@@ -69,8 +70,8 @@ def commands_of(block: Block) -> list[tuple[int, list[str]]]:
 def run_words(words: Sequence[str], folder: Path) -> str | None:
     """Run a command. Returns its output if it fails."""
     environ = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    if words[0] == "cs336":
-        words = [sys.executable, "-m", "cs336_systems", *words[1:]]
+    if words[0] in COMMANDS:
+        words = [sys.executable, "-m", COMMANDS[words[0]], *words[1:]]
     start = forked.Popen if words[0] == sys.executable else subprocess.Popen
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with start(words, cwd=folder, env=environ, **pipes) as process:
@@ -110,6 +111,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("unrendered")
 @each_guide
 def test_a_guide_runs_from_top_to_bottom(guide: str, folder: Path) -> None:
     run_guide(text_of(guide), folder, f"docs/{guide}.md")

@@ -1,6 +1,8 @@
 """The write-up of the committed rows, made once for all test processes, and templates filled without drawing."""
 
+import copy
 import fcntl
+import functools
 import os
 import pickle
 from collections.abc import Callable
@@ -38,6 +40,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             build.write(document, folder, BYLINE)
             kept.write_bytes(pickle.dumps(document))
     return Made(pickle.loads(kept.read_bytes()), folder)
+
+
+@functools.cache
+def _committed() -> Figures:
+    return Figures(RESULTS)
+
+
+def committed() -> Figures:
+    """The committed rows, which are read once, in a list that may be changed."""
+    figures = copy.copy(_committed())
+    figures.sources, figures.contradictions = [*figures.sources], []
+    return figures
 
 
 class NoPictures:

@@ -10,14 +10,14 @@ import pytest
 from cs336_systems.assignment.build import WriteUp, write
 from cs336_systems.assignment.figures import ClaimError, Figures, Source
 
-from .conftest import RESULTS, filled
+from .conftest import committed, filled
 
 Change = Callable[[dict[str, Any]], Any]
 
 
 def altered(case: str, change: Change, **where: Any) -> Figures:
     """The committed rows, with the metrics changed of those that have these fields."""
-    figures = Figures(RESULTS)
+    figures = committed()
     count = 0
     for i, source in enumerate(figures.sources):
         row = source.row
@@ -146,7 +146,7 @@ WORDS: dict[str, tuple[str, str, str, str, Change, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", WORDS)
 def test_other_rows_have_other_words(name: str) -> None:
     problem, now, then, case, change, where = WORDS[name]
-    before = filled(Figures(RESULTS), problem)
+    before = filled(committed(), problem)
     after = filled(altered(case, change, **where), problem)
     assert now in before
     assert now not in after
@@ -162,7 +162,7 @@ def test_a_figure_of_the_text_is_that_of_its_row() -> None:
 
 
 def test_memory_that_does_not_run_out_is_said() -> None:
-    figures = Figures(RESULTS)
+    figures = committed()
     assert "runs out of memory with" in filled(figures, "pytorch_attention")
     figures.sources = [source for source in figures.sources if source.row.status == "ok"]
     assert "No length of the table runs out of memory" in filled(figures, "pytorch_attention")

@@ -31,7 +31,7 @@ from tests.basics.texts import (
 # Streams
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=utf8_text, places=st.lists(st.integers(0, 1000), max_size=6), piece_chars=st.integers(1, 12))
 @example(text="", places=[0], piece_chars=1)
 @example(text="a  \u00a0 b\x1c c \x85d", places=[3], piece_chars=1)
@@ -158,7 +158,7 @@ foreign_text = st.lists(
 
 
 @pytest.mark.parametrize("pre_tokenizer", PRE_TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     end=st.sampled_from(list(END_TOKENS)),
     others=st.sampled_from(list(OTHER_TOKENS)),

@@ -48,3 +48,8 @@ def ranks_forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_as_one_of_them(module: str, folder: str) -> None:
     ranks.write_rows(module, Path(folder), torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _fast_reports(unrendered: None) -> None:
+    """Drawing takes longer than measuring these sizes."""

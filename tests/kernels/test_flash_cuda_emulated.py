@@ -12,8 +12,8 @@ from tests.kernels.emulated_flash_cuda import Change, emulated
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ on PATH")
 
 CORNERS = (
-    Case(65, 200, 64, is_causal=True),
-    Case(200, 17, 64, layout="off_by_one"),
+    Case(65, 140, 64, is_causal=True),
+    Case(140, 17, 64, layout="off_by_one"),
     Case(129, 129, 59, is_causal=True, layout="columns_apart"),
     Case(33, 40, 64, leading=(2, 2), layout="heads_inside"),
     Case(65, 65, 64, largest_score=1e4),
@@ -42,8 +42,8 @@ def test_corners(dtype: torch.dtype, case: Case) -> None:
     ids=str,
 )
 def test_head_sizes(dtype: torch.dtype, d: int) -> None:
-    check(Case(70, 130, d, leading=(1,), is_causal=True), dtype)
-    check(Case(130, 70, d, leading=(1,), layout="rows_apart"), dtype)
+    check(Case(70, 80, d, leading=(1,), is_causal=True), dtype)
+    check(Case(80, 70, d, leading=(1,), layout="rows_apart"), dtype)
 
 
 @pytest.mark.slow

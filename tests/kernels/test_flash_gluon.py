@@ -130,7 +130,7 @@ FAULTS = {
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_interpreter_finds_missing_waits(fault: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon_interpreter, "PATIENCE", 0.5)

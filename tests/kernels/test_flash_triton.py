@@ -41,6 +41,7 @@ class TestFlashTritonInterpreted(FlashKernelTests):
     dtypes = (torch.float32,)
     cases = QUICK_CASES
     random_examples = 3
+    random_length = 90
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ class TestFlashTritonSimpleInterpreted(FlashKernelTests):
     max_head_size = 128
     equal_heads = True
     random_examples = 3
+    random_length = 90
 
 
 @pytest.mark.gpu

@@ -82,8 +82,8 @@ def expected_gradients(
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def assert_same_gradients(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    assert {n for n, g in found.items() if g is None} == {n for n, g in expected.items() if g is None}
+def assert_same_gradients(found: dict[str, Tensor | None], expected: dict[str, Tensor | None], what: str = "") -> None:
+    assert {n for n, g in found.items() if g is None} == {n for n, g in expected.items() if g is None}, what
     assert_close(
         {n: g for n, g in found.items() if g is not None}, {n: g for n, g in expected.items() if g is not None}
     )

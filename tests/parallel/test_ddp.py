@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from tests.parallel.models import (
     batch_of,
     build,
     check_training,
+    for_each,
     mean_loss,
     part_of,
     sgd,
@@ -31,7 +32,7 @@ OURS = ("naive", "flat", "individual", "overlap", "bucketed", "tests.parallel.ow
 """overlap is told a size, so it sends several gradients in a call; individual is the same with one a call. The last is
 one from outside of the package, written as the contract allows it and none of ours is."""
 FSDPS = ("fsdp", "fsdp_simple")
-ALL = pytest.mark.parametrize("name", [*OURS, *FSDPS])
+ALL = (*OURS, *FSDPS)
 SMALL = 0.002  # bucket_size_mb, of several buckets
 
 
@@ -86,6 +87,12 @@ class Branches(nn.Module):
         return torch.stack(parts).sum()
 
 
+def on_two_ranks(names: Sequence[str], function: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
+    """What a function returns for each strategy on each of two ranks, with the strategy's name."""
+    for of_rank in run_ranks(for_each, 2, names, function):
+        yield from of_rank.items()
+
+
 USES = (["ab", "ab"], ["ab", "a"], ["a", "b"], ["b", "ab"], ["ab", "ba"])
 
 
@@ -97,7 +104,7 @@ def three_steps(name: str, which: str) -> list[dict[str, Tensor | None]]:
     module = Branches()
     strategy = get_strategy(name)(module, Options(bucket_size_mb=1e-5))
     seen = []
-    for _ in range(3):  # also after the order has been learnt
+    for _ in range(2):  # also after the order has been learnt
         strategy.zero_grad()
         strategy(torch.ones(1, 3), which).backward()
         strategy.finish_gradient_synchronization()
@@ -105,19 +112,18 @@ def three_steps(name: str, which: str) -> list[dict[str, Tensor | None]]:
     return seen
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_parameters_that_some_ranks_do_not_use(name: str) -> None:
-    for of_rank in run_ranks(gradients_of_branches, 2, name):
+def test_parameters_that_some_ranks_do_not_use() -> None:
+    for name, of_rank in on_two_ranks(OURS, gradients_of_branches):
         for uses, steps in zip(USES, of_rank, strict=True):
             for gradients in steps:
-                assert gradients["never.weight"] is None
-                assert gradients["never.bias"] is None
+                assert gradients["never.weight"] is None, name
+                assert gradients["never.bias"] is None, name
                 for branch in "ab":
                     share = sum(branch in used for used in uses) / 2
                     for kind in ("weight", "bias"):
                         gradient = gradients[f"{branch}.{kind}"]
-                        assert gradient is not None, uses
-                        assert torch.equal(gradient, torch.full_like(gradient, share)), uses
+                        assert gradient is not None, (name, uses)
+                        assert torch.equal(gradient, torch.full_like(gradient, share)), (name, uses)
 
 
 def trained_on_equal_batches(name: str | None, model: str) -> dict[str, Tensor]:
@@ -135,7 +141,7 @@ def trained_alone_on_equal_batches(model: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("model, world_size", [("transformer", 2), ("awkward", 4)])
-@ALL
+@pytest.mark.parametrize("name", ALL)
 def test_on_equal_batches_weights_are_those_of_one_process_bit_for_bit(name: str, model: str, world_size: int) -> None:
     """Then nothing is rounded: the mean of equal gradients of two or four ranks is the gradient itself."""
     expected = trained_alone_on_equal_batches(model)
@@ -167,13 +173,12 @@ def weighted_gradients(name: str) -> list[Tensor]:
     return [state[name] for name, _ in module.named_parameters()]
 
 
-@ALL
-def test_ranks_with_different_numbers_of_tokens_give_the_mean_over_all(name: str) -> None:
+def test_ranks_with_different_numbers_of_tokens_give_the_mean_over_all() -> None:
     module = build("transformer")
     mean_loss(module, batch_of(0)).backward()
-    for gradients in run_ranks(weighted_gradients, 2, name):
+    for name, gradients in on_two_ranks(ALL, weighted_gradients):
         for actual, p in zip(gradients, module.parameters(), strict=True):
-            torch.testing.assert_close(actual, p.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(actual, p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # Steps that are dropped, repeated or interrupted
@@ -209,18 +214,14 @@ def after_a_dropped_step(name: str, own_zero_grad: bool, fails: bool) -> dict[st
     return {key: value.clone() for key, value in strategy.full_state_dict().items()}
 
 
-@ALL
+@pytest.mark.parametrize("name", ALL)
 def test_a_dropped_step_leaves_nothing_behind(name: str) -> None:
     for states in zip(*run_ranks(after_dropped_steps, 2, name), strict=True):
         assert_ranks_equal(states)
         assert_close(states[0], train_alone("transformer", 2, sgd), rtol=1e-4, atol=1e-5)
 
 
-def after_dropped_micro_batches(name: str) -> list[list[Tensor | None]]:
-    return [after_a_dropped_micro_batch(name, by_optimizer) for by_optimizer in (False, True)]
-
-
-def after_a_dropped_micro_batch(name: str, by_optimizer: bool) -> list[Tensor | None]:
+def after_a_dropped_micro_batch(by_optimizer: bool, name: str) -> list[Tensor | None]:
     strategy = get_strategy(name)(Branches(), Options())
     optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
     clear = optimizer.zero_grad if by_optimizer else strategy.zero_grad
@@ -238,12 +239,12 @@ def after_a_dropped_micro_batch(name: str, by_optimizer: bool) -> list[Tensor | 
     return [strategy.module.get_parameter(f"{branch}.bias").grad for branch in "ab"]
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_dropped_micro_batch_leaves_nothing_behind(name: str) -> None:
-    for of_a, of_b in itertools.chain(*run_ranks(after_dropped_micro_batches, 2, name)):
-        assert torch.equal(of_a, torch.ones(2))
-        assert of_b is not None
-        assert torch.equal(of_b, torch.full((2,), 0.5))
+@pytest.mark.parametrize("by_optimizer", [False, True])
+def test_a_dropped_micro_batch_leaves_nothing_behind(by_optimizer: bool) -> None:
+    for name, (of_a, of_b) in on_two_ranks(OURS, functools.partial(after_a_dropped_micro_batch, by_optimizer)):
+        assert torch.equal(of_a, torch.ones(2)), name
+        assert of_b is not None, name
+        assert torch.equal(of_b, torch.full((2,), 0.5)), name
 
 
 def without_a_backward_pass(name: str) -> list[bool]:
@@ -258,9 +259,9 @@ def without_a_backward_pass(name: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@ALL
-def test_a_step_may_be_finished_without_a_backward_pass_and_again(name: str, world_size: int) -> None:
-    assert run_ranks(without_a_backward_pass, world_size, name) == [[True, True]] * world_size
+def test_a_step_may_be_finished_without_a_backward_pass_and_again(world_size: int) -> None:
+    expected = {name: [True, True] for name in ALL}
+    assert run_ranks(for_each, world_size, ALL, without_a_backward_pass) == [expected] * world_size
 
 
 def one_branch_after_the_other(name: str) -> list[Tensor]:
@@ -271,18 +272,17 @@ def one_branch_after_the_other(name: str) -> list[Tensor]:
     return own_gradients(strategy)
 
 
-@ALL
-def test_a_gradient_that_is_not_cleared_is_kept_by_a_step_that_does_not_use_it(name: str) -> None:
-    for gradients in run_ranks(one_branch_after_the_other, 2, name):
-        assert len(gradients) == 4  # two weights and two biases
-        assert all(torch.equal(g, torch.full_like(g, 1.0 if g.ndim == 1 else 1.5)) for g in gradients)
+def test_a_gradient_that_is_not_cleared_is_kept_by_a_step_that_does_not_use_it() -> None:
+    for name, gradients in on_two_ranks(ALL, one_branch_after_the_other):
+        assert len(gradients) == 4, name  # two weights and two biases
+        assert all(torch.equal(g, torch.full_like(g, 1.0 if g.ndim == 1 else 1.5)) for g in gradients), name
 
 
 def evaluated_first(name: str) -> dict[str, Tensor]:
     module = build("transformer")
     strategy = get_strategy(name)(module, Options(bucket_size_mb=SMALL))
     optimizer = sgd(module.parameters())
-    for step in range(3):
+    for step in range(2):
         mine = part_of(step)
         with torch.inference_mode():
             mean_loss(strategy, mine)
@@ -290,7 +290,7 @@ def evaluated_first(name: str) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in strategy.full_state_dict().items()}
 
 
-@ALL
-def test_inference_between_steps_changes_nothing(name: str) -> None:
-    states = run_ranks(evaluated_first, 2, name)
-    assert_close(states[0], train_alone("transformer", 3, sgd), rtol=1e-4, atol=1e-5)
+def test_inference_between_steps_changes_nothing() -> None:
+    expected = train_alone("transformer", 2, sgd)
+    for _, state in on_two_ranks(ALL, evaluated_first):
+        assert_close(state, expected, rtol=1e-4, atol=1e-5)

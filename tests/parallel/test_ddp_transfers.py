@@ -1,6 +1,7 @@
 """The transfers of data parallelism: when they start, in which order, and how much travels in which dtype."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from cs336_systems.parallel.bucketed import DDPBucketed
 from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP, cut_into_buckets
 from tests.distributed import run_ranks
 from tests.parallel.models import adamw, batch_of, build, mean_loss, part_of, sgd, train_step
-from tests.parallel.test_ddp import FSDPS, OURS
+from tests.parallel.test_ddp import FSDPS, OURS, on_two_ranks
 
 # Order and time
 
@@ -165,7 +166,7 @@ class Transfers(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def numbers_that_travel(name: str, options: dict[str, Any]) -> dict[str, Counter[torch.dtype]]:
+def numbers_that_travel(options: dict[str, Any], name: str) -> dict[str, Counter[torch.dtype]]:
     """In a step, as `Transfers` counts."""
     module = build("transformer")
     strategy = get_strategy(name)(module, Options(bucket_size_mb=0.002, **options))
@@ -174,25 +175,24 @@ def numbers_that_travel(name: str, options: dict[str, Any]) -> dict[str, Counter
     return transfers.numbers
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if "grad_dtype" in get_strategy(name).options])
-def test_gradients_in_bf16_are_sent_in_bf16(name: str) -> None:
+def test_gradients_in_bf16_are_sent_in_bf16() -> None:
     parameters = sum(p.numel() for p in build("transformer").parameters())
-    for numbers in run_ranks(numbers_that_travel, 2, name, {"grad_dtype": torch.bfloat16}):
+    names = [name for name in OURS if "grad_dtype" in get_strategy(name).options]
+    for name, numbers in on_two_ranks(names, partial(numbers_that_travel, {"grad_dtype": torch.bfloat16})):
         sent = sum(numbers.values(), Counter())
-        assert sent[torch.bfloat16] >= parameters
-        assert sent[torch.float32] < parameters / 10  # the flags of used parameters
-    for numbers in run_ranks(numbers_that_travel, 2, name, {}):
+        assert sent[torch.bfloat16] >= parameters, name
+        assert sent[torch.float32] < parameters / 10, name  # the flags of used parameters
+    for name, numbers in on_two_ranks(names, partial(numbers_that_travel, {})):
         sent = sum(numbers.values(), Counter())
-        assert sent.keys() == {torch.float32}
-        assert sent[torch.float32] >= parameters
+        assert sent.keys() == {torch.float32}, name
+        assert sent[torch.float32] >= parameters, name
 
 
-@pytest.mark.parametrize("name", FSDPS)
-def test_sharded_weights_are_cast_before_they_are_sent(name: str) -> None:
-    for numbers in run_ranks(numbers_that_travel, 2, name, {"compute_dtype": torch.bfloat16}):
-        assert (numbers["gather"].keys(), numbers["scatter"].keys()) == ({torch.bfloat16}, {torch.bfloat16})
-    for numbers in run_ranks(numbers_that_travel, 2, name, {"grad_dtype": torch.bfloat16}):
-        assert (numbers["gather"].keys(), numbers["scatter"].keys()) == ({torch.float32}, {torch.bfloat16})
+def test_sharded_weights_are_cast_before_they_are_sent() -> None:
+    for name, numbers in on_two_ranks(FSDPS, partial(numbers_that_travel, {"compute_dtype": torch.bfloat16})):
+        assert (numbers["gather"].keys(), numbers["scatter"].keys()) == ({torch.bfloat16}, {torch.bfloat16}), name
+    for name, numbers in on_two_ranks(FSDPS, partial(numbers_that_travel, {"grad_dtype": torch.bfloat16})):
+        assert (numbers["gather"].keys(), numbers["scatter"].keys()) == ({torch.float32}, {torch.bfloat16}), name
 
 
 def mean_in_fp16(name: str) -> float:
@@ -203,6 +203,6 @@ def mean_in_fp16(name: str) -> float:
     return module.weight.grad.max().item()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["naive", "flat", "overlap", "bucketed", *FSDPS])
-def test_a_mean_in_fp16_overflows_only_if_it_is_too_large_itself(name: str) -> None:
-    assert run_ranks(mean_in_fp16, 2, name) == [40_000.0] * 2
+def test_a_mean_in_fp16_overflows_only_if_it_is_too_large_itself() -> None:
+    for name, largest in on_two_ranks(["naive", "flat", "overlap", "bucketed", *FSDPS], mean_in_fp16):
+        assert largest == 40_000.0, name

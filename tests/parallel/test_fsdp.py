@@ -87,11 +87,11 @@ def test_prefetching_and_weights_that_stay_whole_change_no_bit(model: str) -> No
         ("fsdp", "aot_eager before"),
         ("fsdp", "aot_eager checkpoint"),
         ("fsdp", "checkpoint"),
-        ("fsdp_simple", "aot_eager checkpoint"),
+        ("fsdp_simple", "checkpoint"),
         pytest.param("fsdp", "aot_eager", marks=pytest.mark.slow),
         pytest.param("fsdp_simple", "aot_eager", marks=pytest.mark.slow),
         pytest.param("fsdp_simple", "aot_eager before", marks=pytest.mark.slow),
-        pytest.param("fsdp_simple", "checkpoint", marks=pytest.mark.slow),
+        pytest.param("fsdp_simple", "aot_eager checkpoint", marks=pytest.mark.slow),
     ],
 )
 def test_blocks_that_are_compiled_or_checkpointed(name: str, how: str) -> None:
@@ -104,17 +104,17 @@ def test_blocks_compiled_by_inductor() -> None:
 
 
 @pytest.mark.parametrize(
-    "options, world_size",
+    "options",
     [
-        ({"compute_dtype": torch.bfloat16}, 4),
-        ({"compute_dtype": torch.bfloat16, "grad_dtype": torch.float32}, 2),
-        ({"grad_dtype": torch.bfloat16}, 2),
+        {"compute_dtype": torch.bfloat16},
+        {"compute_dtype": torch.bfloat16, "grad_dtype": torch.float32},
+        {"grad_dtype": torch.bfloat16},
     ],
     ids=["compute", "compute, gradients float32", "gradients"],
 )
 @NAMES
-def test_bf16(name: str, options: dict[str, Any], world_size: int) -> None:
-    state, *_ = check_training(name, "transformer", world_size, sgd, tolerance=IN_BF16, **options)
+def test_bf16(name: str, options: dict[str, Any]) -> None:
+    state, *_ = check_training(name, "transformer", 2, sgd, tolerance=IN_BF16, **options)
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     expected = train_alone("transformer", STEPS, sgd)
     assert any(not torch.allclose(state[k], v, rtol=1e-5, atol=1e-6) for k, v in expected.items())
@@ -137,7 +137,7 @@ def bf16_under_autocast(name: str) -> dict[str, str]:
 @NAMES
 def test_weights_are_in_the_compute_type_also_under_autocast(name: str) -> None:
     (seen, _) = run_ranks(bf16_under_autocast, 2, name)
-    assert len(seen) == 23
+    assert len(seen) == 16
     assert set(seen.values()) == {"torch.bfloat16 torch.bfloat16"}
 
 
@@ -209,11 +209,11 @@ def test_the_next_group_is_prefetched_and_at_most_two_are_unsharded(world_size: 
     most, first, second, evaluation = run_ranks(record_steps, world_size)[0]
     forward = [
         *("gather token_embeddings", "gather 0", "forward token_embeddings"),
-        *("gather 1", "forward 0", "gather 2", "forward 1", "gather lm_head", "forward 2", "forward lm_head"),
+        *("gather 1", "forward 0", "gather lm_head", "forward 1", "forward lm_head"),
     ]
     backward = [
-        *("gather 2", "backward lm_head", "scatter lm_head", "gather 1", "backward 2", "scatter 2"),
-        *("gather 0", "backward 1", "scatter 1", "backward 0", "scatter 0"),
+        *("gather 1", "backward lm_head", "scatter lm_head", "gather 0", "backward 1", "scatter 1"),
+        *("backward 0", "scatter 0"),
         *("backward token_embeddings", "scatter token_embeddings"),
     ]
     assert first == second == forward + backward
@@ -228,7 +228,7 @@ def test_weights_that_stay_whole_for_backward_are_gathered_once() -> None:
     forward, backward = again[1][:at], [event for event in again[1][at:] if not event.startswith("gather")]
     assert first == second == forward + backward
     assert evaluation == again[3]
-    assert most == 4  # all but the embedding, which backward does not need
+    assert most == 3  # all but the embedding, which backward does not need
 
 
 def learn() -> list[list[str]]:
@@ -263,9 +263,9 @@ def clip(name: str, max_norm: float) -> tuple[Tensor, dict[str, Tensor | None]]:
 @NAMES
 def test_clipping_is_by_the_norm_of_all_shards(name: str, max_norm: float) -> None:
     model = build_blocks()
-    (sum(some_loss(rank, (0, 1, 2), 0, model) for rank in range(4)) / 4).backward()
+    (sum(some_loss(rank, (0, 1, 2), 0, model) for rank in range(3)) / 3).backward()
     expected = clip_gradient(model.parameters(), max_norm)
-    results = run_ranks(clip, 4, name, max_norm)
+    results = run_ranks(clip, 3, name, max_norm)
     assert len({norm.item() for norm, _ in results}) == 1
     torch.testing.assert_close(results[0][0], expected)
     assert_same_gradients(results[0][1], {name: p.grad for name, p in model.named_parameters()})

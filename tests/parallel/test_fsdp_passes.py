@@ -25,9 +25,19 @@ from tests.parallel.blocks import (
     inputs_of,
     some_loss,
 )
-from tests.parallel.models import adamw, assert_close, message_of
+from tests.parallel.models import adamw, assert_close, for_each, message_of
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+KINDS = (
+    "after evaluation",
+    "after forward alone",
+    "after an error in forward",
+    "after an error in backward",
+    "two forwards, one backward",
+    "two forwards, two backwards",
+    "checkpointed outside",
+    "the module itself",
+)
 
 
 def passes(kind: str, reshard_after_forward: bool) -> dict[str, Tensor | None]:
@@ -98,27 +108,16 @@ def with_checkpoints(strategy: FSDP, rank: int, step: int, x: Tensor | None) -> 
         strategy.module.forward = original
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "after evaluation",
-        "after forward alone",
-        "after an error in forward",
-        "after an error in backward",
-        "two forwards, one backward",
-        "two forwards, two backwards",
-        "checkpointed outside",
-        "the module itself",
-    ],
-)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_irregular_passes(kind: str, reshard_after_forward: bool) -> None:
+def test_irregular_passes(reshard_after_forward: bool) -> None:
     def both(rank: int, model: nn.Module) -> Tensor:
         return some_loss(rank, (0, 1, 2, 3), 0, model) + some_loss(rank, (0, 1, 2, 3), 1, model)
 
     expected = expected_gradients([partial(both, rank) for rank in range(2)])
-    for found in run_ranks(passes, 2, kind, reshard_after_forward):
-        assert_same_gradients(found, expected)
+    function = partial(passes, reshard_after_forward=reshard_after_forward)
+    for of_kinds in run_ranks(for_each, 2, KINDS, function):
+        for kind, found in of_kinds.items():
+            assert_same_gradients(found, expected, kind)
 
 
 def call_a_block_by_itself() -> tuple[list[int], Tensor]:

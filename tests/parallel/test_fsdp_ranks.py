@@ -56,7 +56,7 @@ def check_uses(uses: list[list[tuple[int, ...]]], *args: Any, device: str = "cpu
 
 @pytest.mark.parametrize("first", range(len(USES)))
 def test_ranks_may_use_different_weights(first: int) -> None:
-    check_uses(USES[first:] + USES[:first])  # whichever comes first, when the order is learned
+    check_uses((USES[first:] + USES[:first])[:4])  # whichever comes first, when the order is learned
 
 
 @pytest.mark.parametrize("in_order, reshard_after_forward", [(False, True), (True, False), (False, False)])
@@ -191,6 +191,14 @@ def handing_on_loss(rank: int, step: int, on: str, model: nn.Module) -> Tensor:
     return model(torch.randn(3, 6), on).square().mean()
 
 
+ON = [("1111", "1111"), ("1101", "1101"), ("1000", "1000"), ("1111", "1011")]
+"""By rank, the blocks that are on."""
+
+
+def hand_on_all(reshard_after_forward: bool) -> list[list[dict[str, Tensor | None]]]:
+    return [hand_on(on, reshard_after_forward) for on in ON]
+
+
 def hand_on(on: tuple[str, str], reshard_after_forward: bool) -> list[dict[str, Tensor | None]]:
     strategy = FSDP(HandingOn(), reshard_after_forward=reshard_after_forward)
     found = []
@@ -203,14 +211,13 @@ def hand_on(on: tuple[str, str], reshard_after_forward: bool) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("on", [("1111", "1111"), ("1101", "1101"), ("1000", "1000"), ("1111", "1011")], ids=str)
-def test_a_module_may_hand_its_inputs_on(on: tuple[str, str], reshard_after_forward: bool) -> None:
-    steps = run_ranks(hand_on, 2, on, reshard_after_forward)
-    for step in range(2):
-        losses = [partial(handing_on_loss, rank, step, on[rank]) for rank in range(2)]
-        expected = expected_gradients(losses, HandingOn)
-        for found in steps:
-            assert_same_gradients(found[step], expected)
+def test_a_module_may_hand_its_inputs_on(reshard_after_forward: bool) -> None:
+    for on, *of_ranks in zip(ON, *run_ranks(hand_on_all, 2, reshard_after_forward), strict=True):
+        for step in range(2):
+            losses = [partial(handing_on_loss, rank, step, on[rank]) for rank in range(2)]
+            expected = expected_gradients(losses, HandingOn)
+            for steps in of_ranks:
+                assert_same_gradients(steps[step], expected)
 
 
 def forget_an_aborted_pass() -> list[bool]:

@@ -1,34 +1,35 @@
 """The full state dict of a model that is spread over ranks: its content, who has it, and the memory it takes."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cs336_systems.parallel import STRATEGIES, Options, comm
 from tests.distributed import run_ranks, wait_until
 from tests.parallel.models import build, message_of
 
 
-def gather_to(rank: int | None, name: str, model: str, device: str) -> tuple[dict[str, Tensor], set[str]]:
+def gather_to(to_ranks: Sequence[int | None], name: str, model: str, device: str) -> list[Any]:
     strategy = STRATEGIES[name](build(model).to(device), Options())
-    state = strategy.full_state_dict(to_rank=rank)
-    return {key: t.cpu() for key, t in state.items()}, {t.device.type for t in state.values()}
+    states = [strategy.full_state_dict(to_rank=rank) for rank in to_ranks]
+    return [({key: t.cpu() for key, t in s.items()}, {t.device.type for t in s.values()}) for s in states]
 
 
-def assert_gathered(results: list[Any], expected: dict[str, Tensor], rank: int | None, device: str) -> None:
-    for other, (state, devices) in enumerate(results):
-        if rank not in (None, other):
-            assert state == {}
-            continue
-        assert devices == {"cpu" if other == rank else device}
-        assert list(state) == list(expected)
-        assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
+def check_gathered(to_ranks: Sequence[int | None], world_size: int, name: str, model: str, device: str) -> None:
+    expected = build(model).state_dict()
+    for other, results in enumerate(run_ranks(gather_to, world_size, to_ranks, name, model, device, device=device)):
+        for rank, (state, devices) in zip(to_ranks, results, strict=True):
+            if rank not in (None, other):
+                assert state == {}
+                continue
+            assert devices == {"cpu" if other == rank else device}
+            assert list(state) == list(expected)
+            assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
 
 
-@pytest.mark.parametrize("to_rank", [None, 0, 2])
 @pytest.mark.parametrize(
     "name, model",
     [
@@ -39,17 +40,14 @@ def assert_gathered(results: list[Any], expected: dict[str, Tensor], rank: int |
         ("torch_fsdp", "transformer"),
     ],
 )
-def test_one_rank_has_the_whole_state_or_all_have(name: str, model: str, to_rank: int | None) -> None:
-    results = run_ranks(gather_to, 3, to_rank, name, model, "cpu")
-    assert_gathered(results, build(model).state_dict(), to_rank, "cpu")
+def test_one_rank_has_the_whole_state_or_all_have(name: str, model: str) -> None:
+    check_gathered((None, 0, 2), 3, name, model, "cpu")
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("to_rank", [None, 0, 1])
 @pytest.mark.parametrize("name", ["bucketed", "fsdp", "torch_fsdp"])
-def test_one_rank_has_the_whole_state_in_main_memory(name: str, to_rank: int | None) -> None:
-    results = run_ranks(gather_to, 2, to_rank, name, "transformer", "cuda", device="cuda")
-    assert_gathered(results, build("transformer").state_dict(), to_rank, "cuda")
+def test_one_rank_has_the_whole_state_in_main_memory(name: str) -> None:
+    check_gathered((None, 0, 1), 2, name, "transformer", "cuda")
 
 
 def change_what_was_gathered(name: str) -> bool:

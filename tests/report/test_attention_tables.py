@@ -82,6 +82,7 @@ def test_flash_has_a_picture_for_each_type_and_a_panel_for_each_head_size(
     assert panels[-1].get_xlabel() == "length"
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_pictures_of_types_without_rows_are_removed(tmp_path: Path) -> None:
     rows = [flash_row("naive", dtype, 16, length, 1.0) for dtype in ("bf16", "fp32") for length in (128, 1024)]
     names = ("forward", "backward", "both", "tflops")

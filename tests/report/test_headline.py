@@ -139,6 +139,7 @@ def test_a_row_without_the_compared_metric_is_refused(tmp_path: Path) -> None:
         headline([file_of([replace(OURS, metrics={}), PEER], tmp_path / "rows.jsonl")])
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_pictures_are_written_to_out_and_their_hashes_follow_the_rows(tmp_path: Path) -> None:
     path = file_of(ALL, tmp_path / "rows.jsonl")
     pictures = [tmp_path / "out" / name for name in (ATTENTION_PICTURE, TRAINING_PICTURE)]

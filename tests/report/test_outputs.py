@@ -87,6 +87,7 @@ def test_a_file_or_folder_in_the_way_is_named(tmp_path: Path) -> None:
     assert write_into(tmp_path, in_a_folder) == [tmp_path / "pictures/a.png"]
 
 
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize("name", ["model.md", "model.csv", "model-step.png"])
 def test_report_tables_replaces_no_file_of_the_user(tmp_path: Path, name: str) -> None:
     for row in ROWS:
@@ -123,6 +124,7 @@ def test_report_writeup_replaces_no_file_of_the_user(tmp_path: Path, name: str) 
     assert (tmp_path / name).read_text() == "mine"
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_pictures_are_replaced_without_the_record(tmp_path: Path) -> None:
     """The folder docs/ has no record in a new clone."""
     command = [

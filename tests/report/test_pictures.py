@@ -99,6 +99,7 @@ PICTURES = {
 }
 
 
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize("name", PICTURES)
 def test_committed_pictures_are_not_stale(name: str, tmp_path: Path) -> None:
     PICTURES[name](tmp_path / name)

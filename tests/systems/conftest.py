@@ -15,6 +15,11 @@ from tests.systems.command import MODEL, WriteConfig
 from tests.systems.preparation import TEXT, VALID_TEXT
 
 
+@pytest.fixture(autouse=True)
+def _fast_reports(unrendered: None) -> None:
+    """Drawing the loss curve takes longer than training these models."""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory."""

@@ -7,7 +7,7 @@ from cs336_systems.config.run import RunConfig
 from cs336_systems.training import train
 
 from .helpers import make_config
-from .runs import EVERY_FIVE, without_plot
+from .runs import EVERY_FIVE
 
 
 @pytest.fixture
@@ -15,11 +15,11 @@ def drawn() -> None:
     """Asks for the loss curve to be drawn."""
 
 
-@pytest.fixture
-def fast_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than training these models: only the tests of a run's files do it."""
+@pytest.fixture(autouse=True)
+def _fast_reports(request: pytest.FixtureRequest) -> None:
+    """Drawing takes longer than training these models: only the tests of a run's pictures do it."""
     if "drawn" not in request.fixturenames:
-        without_plot(monkeypatch)
+        request.getfixturevalue("unrendered")
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,6 @@ def run_dir(config: RunConfig) -> Path:
     return Path(str(config.run_dir))
 
 
-def without_plot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.training.run.plot_loss_curves", lambda *_: None)
-
-
 def copy_of(finished: RunConfig, tmp_path: Path) -> RunConfig:
     shutil.copytree(str(finished.run_dir), tmp_path / "run")
     return dataclasses.replace(finished, run_dir=str(tmp_path / "run"))

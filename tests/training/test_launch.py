@@ -61,7 +61,7 @@ def accident(self, *arguments):
     return step(self, *arguments)
 Trainer.start_step = accident
 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and rank == 0:
-    time.sleep(3)  # a restart may not depend on who is back first: rank 1 must not find where rank 0 was
+    time.sleep(1.5)  # a restart may not depend on who is back first: rank 1 must not find where rank 0 was
 if fault == "differs" and rank == 1:
     sys.argv += ["--train.max_steps", "11"]
 if fault == "all mistype" or fault == "one mistypes" and rank == 1:

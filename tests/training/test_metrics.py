@@ -196,6 +196,7 @@ def coloured_columns(path: Path) -> np.ndarray:
     return ((image.max(axis=-1) - image.min(axis=-1)) > 0.1).sum(axis=0)
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("runs", [1, 2])
 def test_curves_run_over_the_width_of_the_picture(tmp_path: Path, runs: int) -> None:
     rows = [{"step": i, "loss": 5 / i} for i in range(1, 50)] + [{"step": 49, "valid_loss": 0.2}]

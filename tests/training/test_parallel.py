@@ -15,6 +15,7 @@ from cs336_systems.config.run import RunConfig
 from cs336_systems.parallel import comm
 from cs336_systems.training import sample as sample_module
 from tests.distributed import run_ranks
+from tests.parallel.models import for_each
 from tests.training.helpers import make_config, random_tokens, tiny_trainer
 
 STEPS = 5
@@ -35,9 +36,11 @@ def every_variant(first: Any, second: Any) -> list[Any]:
     return [pytest.param(*v, value, marks=pytest.mark.slow if (v, value) in slow else ()) for v, value in every]
 
 
-def config_of(strategy: str = "auto", shard_optimizer: bool | str = False, **train: Any) -> RunConfig:
+def config_of(
+    strategy: str = "auto", shard_optimizer: bool | str = False, num_layers: int = 2, **train: Any
+) -> RunConfig:
     parallel = dict(strategy=strategy, shard_optimizer=shard_optimizer, bucket_size_mb=0.01)
-    model = dict(num_layers=3)
+    model = dict(num_layers=num_layers)
     return make_config(
         Path("unused"), parallel=parallel, model=model, train=dict(batch_size=8, max_steps=STEPS) | train
     )
@@ -98,9 +101,9 @@ def test_weights_losses_and_norms_are_those_of_one_process(
     strategy: str, shard_optimizer: bool, world_size: int
 ) -> None:
     config = config_of(strategy, shard_optimizer, gradient_accumulation_steps=2)
-    results = run_ranks(train_some, world_size, config)
+    results = run_ranks(train_some, world_size, config, 3)
     assert_ranks_equal(results)
-    assert_same(results[0], train_alone(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-5)
+    assert_same(results[0], train_alone(config_of(gradient_accumulation_steps=2), 3), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy, shard_optimizer, precision", every_variant("bf16", "fp16"))
@@ -135,9 +138,9 @@ def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -
     ids=str,
 )
 def test_compiled_and_checkpointed_blocks(strategy: str, train: dict[str, Any]) -> None:
-    results = run_ranks(train_some, 2, config_of(strategy, **train), 3, timeout_s=150)
+    results = run_ranks(train_some, 2, config_of(strategy, num_layers=3, **train), 3, timeout_s=150)
     assert_ranks_equal(results)
-    assert_same(results[0], train_alone(config_of(), 3), rtol=1e-3, atol=1e-5)
+    assert_same(results[0], train_alone(config_of(num_layers=3), 3), rtol=1e-3, atol=1e-5)
 
 
 def test_sharded_weights_in_bfloat16_are_those_of_one_process() -> None:
@@ -158,6 +161,10 @@ def test_weights_are_those_of_one_process_on_gpus(strategy: str, shard_optimizer
 
 
 # The sample at the end
+
+
+def draw_samples(strategy: str) -> list[tuple[Any, int]]:
+    return [draw_sample(strategy, full_devices) for full_devices in (0, 1)]
 
 
 def draw_sample(strategy: str, full_devices: int) -> tuple[Any, int]:
@@ -187,14 +194,14 @@ def draw_sample(strategy: str, full_devices: int) -> tuple[Any, int]:
         return sample_module.sample_of_trainer(trainer, None), gathered  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("full_devices", [0, 1])
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_simple", "torch_fsdp"])
-def test_the_first_rank_alone_has_the_whole_model_to_sample_from(strategy: str, full_devices: int) -> None:
+def test_the_first_rank_alone_has_the_whole_model_to_sample_from() -> None:
     ((expected, _),) = run_ranks(draw_sample, 1, "none", 0)
-    (logits, gathered), other = run_ranks(draw_sample, 2, strategy, full_devices)
-    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
-    assert gathered > 0
-    assert other == (None, 0)
+    first, second = run_ranks(for_each, 2, ["fsdp", "fsdp_simple", "torch_fsdp"], draw_samples)
+    for strategy, samples in first.items():
+        for logits, gathered in samples:
+            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4, msg=lambda m, n=strategy: f"{n}: {m}")
+            assert gathered > 0, strategy
+        assert second[strategy] == [(None, 0)] * 2, strategy
 
 
 # Agreement between ranks
@@ -254,7 +261,7 @@ def prepare_slowly(root: str, slow_rank: int, times_out: float) -> int:
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_data_may_take_longer_than_a_step(slow_rank: int, tmp_path: Path) -> None:
-    assert run_ranks(prepare_slowly, 2, str(tmp_path), slow_rank, 2.0) == [5000, 5000]
+    assert run_ranks(prepare_slowly, 2, str(tmp_path), slow_rank, 1.5) == [5000, 5000]
 
 
 def fail_to_prepare(root: str) -> str:
@@ -294,16 +301,18 @@ def test_an_error_on_every_rank_is_that_of_the_first(tmp_path: Path) -> None:
     assert run_ranks(be_refused, 2, str(tmp_path)) == ["cuda:0 has 1 GiB"] * 2
 
 
-def validation_sequences(batch_size: int) -> list[int]:
-    with tiny_trainer(config_of(batch_size=batch_size, validation_sequences=22)) as trainer:
-        return trainer.validation_starts(2000).ravel().tolist()
+def validation_sequences() -> dict[int, list[int]]:
+    """By size of the batch."""
+    found = {}
+    for batch_size in (4, 8, 32):
+        with tiny_trainer(config_of(batch_size=batch_size, validation_sequences=22)) as trainer:
+            found[batch_size] = trainer.validation_starts(2000).ravel().tolist()
+    return found
 
 
-@pytest.mark.parametrize("batch_size", [4, 8, 32])
-def test_any_number_of_ranks_validates_on_the_same_sequences(batch_size: int) -> None:
-    expected = validation_sequences(batch_size)
-    for world_size in (2, 4):
-        assert run_ranks(validation_sequences, world_size, batch_size) == [expected] * world_size
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_any_number_of_ranks_validates_on_the_same_sequences(world_size: int) -> None:
+    assert run_ranks(validation_sequences, world_size) == [validation_sequences()] * world_size
 
 
 def validation_loss(_: int) -> float:

@@ -28,10 +28,9 @@ from .runs import (
     resumed,
     run_dir,
     stop_after,
-    without_plot,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread", "fast_reports")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # Five and five steps are ten
@@ -261,7 +260,6 @@ def test_a_run_that_stops_on_a_loss_that_is_not_finite_keeps_its_checkpoint_and_
     assert [row["step"] for row in loss_rows(config)] == list(range(1, 7))
 
     monkeypatch.undo()
-    without_plot(monkeypatch)
     train(resumed(config))  # the cause was taken away
     assert [row["step"] for row in loss_rows(config)] == list(range(1, 11))
 

@@ -35,7 +35,7 @@ from .runs import (
     stop_after,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread", "fast_reports")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # test_checkpoint.py has the others.

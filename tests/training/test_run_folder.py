@@ -41,7 +41,7 @@ from .runs import (
     stop_after,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread", "fast_reports")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # Checkpoints that are kept

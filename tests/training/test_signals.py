@@ -35,7 +35,7 @@ from .runs import (
     run_dir,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread", "fast_reports")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # The request to stop
