@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cs336_basics.model import without_autocast
+from cs336_basics.attention import without_autocast
 
 
 def chunked_linear_cross_entropy(

@@ -11,7 +11,8 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_basics.model import Documents, Embedding, LayerCache, Linear, LMHead, TransformerLM
+from cs336_basics.attention import Documents
+from cs336_basics.model import Embedding, LayerCache, Linear, LMHead, TransformerLM
 from cs336_basics.optimizer import AdamW
 
 from ..config.checks import require, shown

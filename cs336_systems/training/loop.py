@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cs336_basics.attention import Documents
 from cs336_basics.data import gather_sequences
-from cs336_basics.model import Documents, TransformerLM
+from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
 
 from ..config.run import RunConfig

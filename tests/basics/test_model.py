@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cs336_basics.model import (
-    Documents,
-    Embedding,
-    Linear,
-    RMSNorm,
-    RotaryEmbedding,
-    TransformerLM,
-    scaled_dot_product_attention,
-)
+from cs336_basics.attention import Documents, scaled_dot_product_attention
+from cs336_basics.model import Embedding, Linear, RMSNorm, RotaryEmbedding, TransformerLM
 
 BF16_ROUNDING = 2.0**-8  # the largest relative error of rounding to bfloat16
 FP16_ROUNDING = 2.0**-11

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cs336_basics.model import Documents, TransformerLM, visible_keys
+from cs336_basics.attention import Documents, visible_keys
+from cs336_basics.model import TransformerLM
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.kernels.attention.contract import repeat_heads
 from cs336_systems.kernels.attention.function import FlashFunction

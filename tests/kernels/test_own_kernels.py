@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_basics.model import without_autocast
+from cs336_basics.attention import without_autocast
 from cs336_systems.kernels.attention.contract import FLOATING_DTYPES, check_qkv, repeat_heads
 from tests.kernels.attention_cases import QUICK_CASES, KernelTests
 

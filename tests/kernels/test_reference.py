@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_basics.model import scaled_dot_product_attention
+from cs336_basics.attention import scaled_dot_product_attention
 from cs336_systems.kernels.attention import reference
 from cs336_systems.kernels.attention.contract import repeat_heads
 from cs336_systems.kernels.attention.reference import attention_with_logsumexp, naive, vectorized_torch

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_basics.model import scaled_dot_product_attention
+from cs336_basics.attention import scaled_dot_product_attention
 from cs336_systems.bench.profiling.kernel_profile import annotate_attention, annotated_attention
 from cs336_systems.bench.profiling.kernel_trace import ATTENTION_RANGES
 from cs336_systems.bench.workload import Workbench, Workload

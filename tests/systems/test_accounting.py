@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_basics.model import TransformerLM, scaled_dot_product_attention
+from cs336_basics.attention import scaled_dot_product_attention
+from cs336_basics.model import TransformerLM
 from cs336_basics.optimizer import AdamW
 from cs336_basics.shape import ModelShape
 from cs336_systems.bench.instruments.live_bytes import LiveBytes

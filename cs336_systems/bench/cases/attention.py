@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cs336_basics.model import Documents
+from cs336_basics.attention import Documents
 
 from ...config.checks import check_types, is_import_path, require, require_at_least, without_groups
 from ...kernels.attention import ATTENTION, get_attention

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_basics.attention import visible_keys, without_autocast
 from cs336_basics.files import replaced
-from cs336_basics.model import visible_keys, without_autocast
 
 from ...config.checks import require_at_least, without_groups
 from ...machine.hardware import check_precision, select_device
@@ -79,7 +79,7 @@ def annotated_attention(
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
 ) -> Float[Tensor, "... queries d"]:
-    """`cs336_basics.model.scaled_dot_product_attention`, operation by operation, each part in a named range."""
+    """`cs336_basics.attention.scaled_dot_product_attention`, operation by operation, each part in a named range."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q.device.type):
         with named_range(SCORES):

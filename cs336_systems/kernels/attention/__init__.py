@@ -1,4 +1,4 @@
-"""The attention kernels by name. All follow the contract of `cs336_basics.model.scaled_dot_product_attention`."""
+"""The attention kernels by name. All follow the contract of `cs336_basics.attention.scaled_dot_product_attention`."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_basics.model import Attention, Documents
+from cs336_basics.attention import Attention, Documents
 
 from ...config.checks import import_object, is_import_path, require
 

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cs336_basics.model import Documents, without_autocast
+from cs336_basics.attention import Documents, without_autocast
 
 from .contract import FLOATING_DTYPES, Band, band_of, check_qkv, group_size
 from .function import Saved, flash_function, new_gradients, new_outputs

@@ -24,7 +24,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_basics.model import Documents
+from cs336_basics.attention import Documents
 
 from ...machine.hardware import allows_tf32
 from ..launch import INTERPRET, Launch, can_use_tma, check_device, has_tma

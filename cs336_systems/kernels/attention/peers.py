@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from cs336_basics.model import Documents, visible_keys, without_autocast
+from cs336_basics.attention import Documents, visible_keys, without_autocast
 
 from .contract import FLOATING_DTYPES, as_4d, band_of, check_band, check_qkv, group_size
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from cs336_basics.model import Documents, scaled_dot_product_attention, visible_keys, without_autocast
+from cs336_basics.attention import Documents, scaled_dot_product_attention, visible_keys, without_autocast
 
 from .contract import FLOATING_DTYPES, band_of, check_band, check_qkv, group_size, repeat_heads
 
@@ -25,7 +25,7 @@ def naive(
     window: int | None = None,
     documents: Documents | None = None,
 ) -> Float[Tensor, "... queries d"]:
-    """`cs336_basics.model.scaled_dot_product_attention`, the model's default, with the checks of a kernel.
+    """`cs336_basics.attention.scaled_dot_product_attention`, the model's default, with the checks of a kernel.
 
     Raises ValueError if q, k and v do not match or are not floating point.
     """
