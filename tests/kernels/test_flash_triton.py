@@ -310,10 +310,12 @@ def test_the_choice_of_kernels(
     q, k, v, do = (x.detach()[None] for x in case.inputs(dtype, "cpu"))
     chosen_on(capability)
     x = dict(q_=q, k_=k, v_=v, o_=torch.empty_like(q))
-    forward = flash_triton._forward_launch(x, True)
+    forward = flash_triton._forward_launch(x, True, None)
     dq, dk, dv = new_gradients(q, k, v, True, True)
     x |= dict(do_=do, dq_=dq, dk_=dk, dv_=dv)
-    backward = flash_triton._backward_launches(x, True, need_dq="q" in case.needs, need_dkv=True, deterministic=False)
+    backward = flash_triton._backward_launches(
+        x, True, None, need_dq="q" in case.needs, need_dkv=True, deterministic=False
+    )
     assert ", ".join((forward, *backward)) == expected
 
 
@@ -340,9 +342,9 @@ def test_descriptors_are_for_gradients_that_tma_can_move(chosen_on: Any) -> None
     chosen_on(HOPPER)
     dq, dk, dv = new_gradients(q, k, k, True, True)
     x = dict(q_=q, k_=k, v_=k, o_=q)
-    assert flash_triton._forward_launch(x, False) == "gluon forward"
+    assert flash_triton._forward_launch(x, False, None) == "gluon forward"
     x |= dict(do_=q, dq_=dq, dk_=dk, dv_=dv)
-    assert flash_triton._backward_launches(x, False, True, True, False) == ("triton backward",)
+    assert flash_triton._backward_launches(x, False, None, True, True, False) == ("triton backward",)
 
 
 HASHES = """

@@ -33,7 +33,7 @@ from tests.training.helpers import (
 )
 from tests.training.runs import resumed
 
-pytestmark = pytest.mark.usefixtures("one_thread", "fast_reports")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 3
 
