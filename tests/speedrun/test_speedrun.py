@@ -280,6 +280,7 @@ def test_a_search_on_two_processes_of_a_cpu(tmp_path: Path) -> None:
     assert not (folder / "run").exists()
 
 
+@pytest.mark.slow  # how a signal ends a command's processes: tests/training/test_launch.py, tests/bench/test_runner.py
 def test_an_interrupt_ends_the_search_and_its_processes(tmp_path: Path) -> None:
     """During a trial that would take the better part of a minute."""
     words = ["--size", "small", "--minutes", "100", "--train.device", "cpu", "--dry_run", "--out", str(tmp_path)]
