@@ -133,6 +133,7 @@ BAND_CASES = tuple(
         Case(200, 200, leading=(2, 4), key_heads=2, documents=(70, 1, 1, 128), expanded_dO=True),
         Case(65, 65, window=1),
         Case(65, 65, window=1000),
+        Case(0, 0, window=3),
         Case(33, 33, leading=(), documents=(33,), needs="q"),
         Case(17, 17, leading=(2, 1), documents=(1,) * 17),
     )

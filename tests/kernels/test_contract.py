@@ -2,9 +2,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from cs336_basics.attention import Documents
 from cs336_systems.kernels.attention.contract import (
+    Band,
     as_4d,
     attention_flops,
+    band_of,
+    check_band,
     check_qkv,
     group_size,
     repeat_heads,
@@ -70,6 +74,13 @@ def test_visible_pairs_equal_the_mask(n_q: int, n_k: int, is_causal: bool) -> No
     assert visible_pairs(n_q, n_k, is_causal) == len(seen)
 
 
+@pytest.mark.parametrize("window", [1, 3, 7, 20])
+def test_a_window_leaves_fewer_pairs(window: int) -> None:
+    seen = [(i, j) for i in range(7) for j in range(7) if i - window < j <= i]
+    assert visible_pairs(7, 7, True, window) == len(seen)
+    assert attention_flops((2, 7, 8), 7, True, products=5, window=window) == 5 * 2 * 8 * 2 * len(seen)
+
+
 def test_operations_equal_pytorchs_count() -> None:
     q, k, v = torch.ones(2, 3, 5, 8), torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 8)
     with FlopCounterMode(display=False) as counter:
@@ -92,6 +103,25 @@ def test_key_heads_may_divide_query_heads(heads: tuple[int, int], group: int) ->
     assert repeated.shape == q.shape
     for head in range(heads[0]):
         assert torch.equal(repeated[:, head], k[:, head // group])
+
+
+def test_a_band_that_does_not_fit_is_named() -> None:
+    q = torch.ones(2, 4, 8, 16)
+    starts, ends = Documents.from_numbers(torch.zeros(2, 8))
+    for is_causal, k, band, message in (
+        (False, q, Band(3), "is_causal is False with 8 queries and 8 keys: a window and documents need True"),
+        (True, q[:, :, :5], Band(3), "is_causal is True with 8 queries and 5 keys: a window and documents need True"),
+        (True, q, Band(0), "window is 0: it must be a whole number of keys, at least 1"),
+        (True, q, Band(2.5), "window is 2.5: it must be a whole number of keys, at least 1"),
+        (True, q, Band(None, starts[:1], ends[:1]), r"documents.starts is \(1, 8\), torch.int32.*must be \(2, 8\)"),
+        (True, q, Band(None, starts, ends.long()), "documents.ends is .*torch.int64, on cpu: .*torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            check_band(q, k, is_causal, band)
+    check_band(q, q, True, band_of(9, Documents(starts, ends)))
+    assert band_of(None, None) is None
+    with pytest.raises(ValueError, match=r"^documents is a Tensor: it must be Documents, which"):
+        band_of(None, starts)  # type: ignore[arg-type]
 
 
 def test_other_numbers_of_heads_are_named() -> None:

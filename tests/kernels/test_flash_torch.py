@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cs336_basics.attention import Documents
 from cs336_systems.kernels.attention import flash_torch
 from cs336_systems.kernels.attention.function import Saved
 from tests.kernels.attention_cases import (
@@ -117,6 +118,13 @@ def test_tiles_above_the_diagonal_are_skipped(is_causal: bool, monkeypatch: pyte
 def test_tiles_outside_of_a_window_and_of_documents_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 64**2})
     check_hidden_tiles_are_skipped(flash_torch.flash_torch, torch.float32, 8)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8, 16), (2, 4, 0, 16)], ids=str)
+def test_documents_without_tokens(shape: tuple[int, ...]) -> None:
+    q = torch.zeros(shape)
+    documents = Documents.from_numbers(torch.zeros(shape[0], shape[2]))
+    assert flash_torch.flash_torch(q, q, q, True, documents=documents).shape == shape
 
 
 # The backward pass that is one compiled function

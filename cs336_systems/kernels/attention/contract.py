@@ -33,10 +33,13 @@ class Band(NamedTuple):
 
 
 def band_of(window: int | None, documents: Documents | None) -> Band | None:
-    """A call's band; None if it has neither a window nor documents."""
-    if window is None and documents is None:
-        return None
-    return Band(window, *(documents or (None, None)))
+    """A call's band; None if it has neither a window nor documents. Raises ValueError for documents in another form."""
+    if documents is None:
+        return None if window is None else Band(window)
+    if not isinstance(documents, Documents):
+        made_by = "Documents, which Documents.from_numbers and from_tokens make"
+        raise ValueError(f"documents is a {type(documents).__name__}: it must be {made_by}")
+    return Band(window, *documents)
 
 
 def check_qkv(

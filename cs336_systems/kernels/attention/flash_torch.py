@@ -58,7 +58,7 @@ class _Mask:
     def __init__(self, size: int, q: Tensor, k: Tensor, is_causal: bool, band: Band | None) -> None:
         self.size, self.group, self.is_causal = size, group_size(q, k), is_causal
         self._n_q, self._n_k, self._device = q.shape[-2], k.shape[-2], q.device
-        self._first = None if band is None else _first_keys(band, k)
+        self._first = None if band is None or q.numel() == 0 else _first_keys(band, k)
         if self._first is not None:  # it grows with the queries
             last_rows = [min(i + size, self._n_q) - 1 for i in range(0, self._n_q, size)]
             self._least = self._first[:, ::size].amin(0).tolist()
