@@ -53,6 +53,9 @@ def test_what_is_asked_for_stays(asked: bool, tmp_path: Path) -> None:
         (dict(parallel=dict(strategy="torch_ddp", devices=2)), "parallel.strategy is torch_ddp"),
         (dict(parallel=dict(strategy="mine:Own", devices=2)), "parallel.strategy is mine:Own"),
         (dict(model=dict(attention="mine:own")), "model.attention is mine:own"),
+        (dict(model=dict(attention="flash_torch")), None),
+        (dict(model=dict(attention="flash_torch", window=4)), "model.attention is flash_torch"),
+        (dict(model=dict(attention="flash_triton", window=4), data=dict(documents=True)), None),
     ],
 )
 def test_a_gpu_records_all_but_code_that_may_wait_for_it(
