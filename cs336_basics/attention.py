@@ -37,9 +37,8 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_tokens(cls, token_ids: Int[Tensor, "... N"], end_of_text: int) -> "Documents":
-        """From the tokens, where `end_of_text` is the last of each document."""
-        is_end = token_ids == end_of_text
-        return cls.from_numbers(is_end.cumsum(-1) - is_end.long())
+        """From the tokens: a document begins with the `end_of_text` before it, as a sample's empty prompt does."""
+        return cls.from_numbers((token_ids == end_of_text).cumsum(-1))
 
 
 def scaled_dot_product_attention(

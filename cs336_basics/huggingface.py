@@ -91,8 +91,8 @@ def export_hf(
     """
     if shape.window is not None and (shape.qk_norm or shape.window_every > 1):
         raise ValueError(
-            f"window is {shape.window} with qk_norm {shape.qk_norm} and window_every {shape.window_every}: "
-            "Hugging Face's Mistral has a window, and it needs False and 1"
+            f"qk_norm is {shape.qk_norm} and window_every is {shape.window_every}: "
+            "with a window they must be False and 1, as in Hugging Face's Mistral"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -50,8 +50,9 @@ class ModelShape:
 
     @property
     def is_standard(self) -> bool:
-        """Whether the model has the handout's parameters: only sizes, rope, window and norm_eps may differ."""
-        return (self.num_kv_heads, self.head_dim, self.qk_norm, self.tie_embeddings) == (None, None, False, False)
+        """Whether it is the handout's architecture: only sizes, rope and norm_eps differ."""
+        options = self.num_kv_heads, self.head_dim, self.qk_norm, self.tie_embeddings, self.window
+        return options == (None, None, False, False, None)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, in JSON's types."""

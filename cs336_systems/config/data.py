@@ -89,18 +89,21 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "data.")
+        require_at_least(self, "data", 1, "hf_max_bytes")
         if self.source != "text":
             accepted = f"left out unless data.source is 'text' (it is {self.source!r})"
             require_field(self, "data.train_text", self.train_text is None, accepted)
             require_field(self, "data.valid_text", self.valid_text is None, accepted)
         if self.source != "hf":
             accepted = f"left out unless data.source is 'hf' (it is {self.source!r})"
-            require_field(self, "data.hf_path", self.hf_path is None, accepted)
+            for name in ("hf_path", "hf_name", "hf_split", "hf_max_bytes"):
+                require_field(self, f"data.{name}", getattr(self, name) == getattr(DataConfig, name), accepted)
+        accepted = "false with data.source 'random', whose tokens are no documents"
+        require_field(self, "data.documents", not (self.documents and self.source == "random"), accepted)
         require_field(self, "data.valid_fraction", 0 < self.valid_fraction < 1, "above 0 and below 1")
         require_at_least(self, "data", 10_000, "story_chars")
         require_at_least(self, "data", 2, "random_tokens")
         require_at_least(self, "data", 1 << 16, "tokenizer_sample_bytes")  # one piece of text, see sample_evenly
-        require_at_least(self, "data", 1, "hf_max_bytes")
         require_at_least(self, "data", 0, "seed")
         folder = self.data_dir or _default_folder(self.source, *(getattr(self, name) for name in _NAMES))
         object.__setattr__(self, "data_dir", folder)

@@ -90,6 +90,8 @@ class ModelConfig:
                 raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
         require_at_least(self, "model", 1, "context_length", *SIZE_FIELDS)
         require_at_least(self, "model", 1, "num_kv_heads", "head_dim", "window", "window_every")
+        accepted = "1 without model.window"
+        require_field(self, "model.window_every", self.window_every == 1 or self.window is not None, accepted)
         require_field(self, "model.rope_theta", 0 < self.rope_theta < math.inf, "above 0 and finite")
         require_field(self, "model.norm_eps", 0 <= self.norm_eps < 1, "from 0 to below 1")
         scaling = self.rope_scaling

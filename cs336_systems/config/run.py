@@ -98,6 +98,9 @@ class OptimizerConfig:
             require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
         accepted = "at least 0 and below 1"
         require_field(self, "optimizer.muon_momentum", 0 <= self.muon_momentum < 1, accepted)
+        is_possible = self.muon_momentum == OptimizerConfig.muon_momentum or self.name == "muon"
+        accepted = f"{OptimizerConfig.muon_momentum} unless optimizer.name is 'muon'"
+        require_field(self, "optimizer.muon_momentum", is_possible, accepted)
         accepted = "left out unless optimizer.name is 'muon'"
         require_field(self, "optimizer.muon_lr", self.muon_lr is None or self.name == "muon", accepted)
         accepted = f"above 0 with optimizer.muon_lr, {self.muon_lr}, whose schedule it sets"

@@ -70,7 +70,9 @@ class Job:
         check_types(self, "")
         require_at_least(self, "", 1, "batch_size", "world_size", "loss_chunk_tokens")
         if not self.shape.is_standard:
-            raise ValueError("no prediction for grouped heads, heads of another size, their norms and tied embeddings")
+            raise ValueError(
+                "no prediction for grouped heads, heads of another size, their norms, tied embeddings and windows"
+            )
         narrow, budget = self.weight_dtype == "bf16", self.compile_memory_budget
         accepted = not narrow or self.precision == "bf16"
         require(accepted, "weight_dtype", "bf16", f"fp32 with precision {self.precision!r}")

@@ -80,9 +80,8 @@ def score_documents(
         def windows_of_all() -> Iterator[tuple[Score, Window]]:
             for document in documents:
                 ids = [tokenizer.end_of_text_id, *tokenizer.encode(document)]
-                if len(ids) > 1:
-                    scores.append(Score(tokens=len(ids) - 1, bytes=len(document.encode())))
-                    yield from ((scores[-1], window) for window in windows(ids, context_length, stride))
+                scores.append(Score(tokens=len(ids) - 1, bytes=len(document.encode())))
+                yield from ((scores[-1], window) for window in windows(ids, context_length, stride))
 
         remaining = windows_of_all()
         while batch := list(islice(remaining, batch_size)):
@@ -90,7 +89,7 @@ def score_documents(
                 score.nats += nats
         return scores
 
-    return over_ranks(score_own, documents)
+    return [score for score in over_ranks(score_own, documents) if score.tokens]
 
 
 def windows(ids: list[int], length: int, stride: int) -> Iterator[Window]:

@@ -232,8 +232,8 @@ def test_a_window_and_documents_hide_keys() -> None:
 
 def test_documents_are_ranges_of_positions() -> None:
     starts, ends = Documents.from_tokens(torch.tensor([[7, 2, 0, 0, 5, 5], [1, 1, 1, 1, 1, 0]]), end_of_text=0)
-    assert starts.tolist() == [[0, 0, 0, 3, 4, 4], [0] * 6]
-    assert ends.tolist() == [[3, 3, 3, 4, 6, 6], [6] * 6]
+    assert starts.tolist() == [[0, 0, 2, 3, 3, 3], [0, 0, 0, 0, 0, 5]]
+    assert ends.tolist() == [[2, 2, 3, 6, 6, 6], [5, 5, 5, 5, 5, 6]]
     assert starts.dtype == ends.dtype == torch.int32
 
 

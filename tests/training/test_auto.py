@@ -55,7 +55,7 @@ def test_what_is_asked_for_stays(asked: bool, tmp_path: Path) -> None:
         (dict(model=dict(attention="mine:own")), "model.attention is mine:own"),
         (dict(model=dict(attention="flash_torch")), None),
         (dict(model=dict(attention="flash_torch", window=4)), "model.attention is flash_torch"),
-        (dict(model=dict(attention="flash_triton", window=4), data=dict(documents=True)), None),
+        (dict(model=dict(attention="flash_triton", window=4), data=dict(documents=True, source="stories")), None),
     ],
 )
 def test_a_gpu_records_all_but_code_that_may_wait_for_it(

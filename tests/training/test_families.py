@@ -6,16 +6,19 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from cs336_basics.attention import Documents
 from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.cli.main import run_command
 from cs336_systems.cli.train import load_config, parse_run_config
 from cs336_systems.config.run import RunConfig
 from cs336_systems.training import train
+from cs336_systems.training.evaluate import score_documents
 from cs336_systems.training.load import export_run, load_model
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.preflight import check_config
@@ -96,7 +99,8 @@ def first_losses(config: RunConfig, end_of_text: int) -> list[float]:
 
 def losses_of_documents(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) -> list[float]:
     torch.manual_seed(0)
-    settings: dict[str, Any] = dict(model=WINDOWED, data=dict(documents=True), train=train, parallel=parallel)
+    data = dict(documents=True, source="stories")
+    settings: dict[str, Any] = dict(model=WINDOWED, data=data, train=train, parallel=parallel)
     return first_losses(make_config(folder, **settings), end_of_text=3)
 
 
@@ -116,15 +120,36 @@ def test_every_way_of_training_keeps_attention_within_documents(
 
 
 def test_documents_need_the_tokenizers_end_of_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data\.documents is true: it must be false with data\.source 'random'"):
+        make_config(tmp_path, data=dict(documents=True))
+    for name in ("train", "valid"):
+        np.save(tmp_path / f"{name}.npy", random_tokens())
+    tokens = {f"{name}_tokens": str(tmp_path / f"{name}.npy") for name in ("train", "valid")}
     with pytest.raises(ValueError, match=r"^data\.documents is true: it must be false without a tokenizer"):
-        train(make_config(tmp_path, data=dict(documents=True)))
+        train(make_config(tmp_path, data=dict(documents=True, source="text", **tokens)))
+
+
+def test_packed_documents_are_learned_as_they_are_evaluated(tmp_path: Path) -> None:
+    """Each after an end of text, which no other document sees."""
+    tokenizer = Tokenizer.train(["the cat sat on the mat. " * 20], 280)
+    texts = ["the cat sat", "on", "the mat. the cat"]
+    model = TransformerLM(300, 64, 32, 2, 2, 48).double()
+    scores = score_documents(model, tokenizer, texts, context_length=64, stride=64)
+    end = tokenizer.end_of_text_id
+    packed = torch.tensor([[i for text in texts for i in (end, *tokenizer.encode(text))]])
+    logits = model(packed, documents=Documents.from_tokens(packed, end))
+    counts = packed[0, 1:] != end  # an end of text is no part of a document that is evaluated
+    nats = torch.nn.functional.cross_entropy(logits[0, :-1][counts], packed[0, 1:][counts], reduction="sum")
+    assert nats.item() == pytest.approx(sum(score.nats for score in scores))
 
 
 @pytest.mark.parametrize("option", [dict(window=4), dict(documents=True)], ids=str)
 def test_a_kernel_that_serves_neither_is_named(option: dict[str, Any], tmp_path: Path) -> None:
-    groups: dict[str, Any] = dict(data=option) if "documents" in option else dict(model=option)
-    groups["model"] = {**groups.get("model", {}), "attention": "sdpa_math"}
-    with pytest.raises(ValueError, match=rf"^model\.attention is 'sdpa_math', .*sdpa_math.*{next(iter(option))}"):
+    of_data = dict(source="stories", **option) if "documents" in option else {}
+    groups: dict[str, Any] = dict(data=of_data, model=dict(attention="sdpa_math", **({} if of_data else option)))
+    (argument,) = option
+    message = rf"^model\.attention is 'sdpa_math': .* the argument {argument}, .*\.{argument} is set$"
+    with pytest.raises(ValueError, match=message):
         check_config(make_config(tmp_path, **groups), torch.device("cpu"))
 
 

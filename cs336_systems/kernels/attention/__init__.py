@@ -1,6 +1,7 @@
 """The attention kernels by name. All follow the contract of `cs336_basics.attention.scaled_dot_product_attention`."""
 
 import importlib
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -109,6 +110,13 @@ def check_attention(
     limits: dict[str, Any] = {"window": 4} if has_window else {}
     if has_documents:
         limits["documents"] = Documents.from_numbers(torch.zeros(1, 16, device=device))
+    for argument in limits:
+        try:
+            inspect.signature(attention).bind_partial(**{argument: None})
+        except TypeError:
+            field = {"window": "model.window", "documents": "data.documents"}[argument]
+            accepted = f"a kernel with the argument {argument}, such as auto or flash_torch, because {field} is set"
+            require(False, "model.attention", name, accepted)
     try:
         o = attention(q, q[:, :1], q[:, :1], True, **limits)
     except Exception as error:  # a kernel from outside may raise anything

@@ -26,11 +26,6 @@ class Band(NamedTuple):
     starts: Int[Tensor, "... N"] | None = None
     ends: Int[Tensor, "... N"] | None = None
 
-    @property
-    def documents(self) -> Documents | None:
-        """The documents as the contract has them."""
-        return None if self.starts is None or self.ends is None else Documents(self.starts, self.ends)
-
 
 def band_of(window: int | None, documents: Documents | None) -> Band | None:
     """A call's band; None if it has neither a window nor documents. Raises ValueError for documents in another form."""

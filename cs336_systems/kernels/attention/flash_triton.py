@@ -188,7 +188,7 @@ def _padded_length(q: Tensor) -> int:
 
 
 def _add_documents(tensors: Tensors, band: Band | None) -> None:
-    """DOCUMENT_STARTS and DOCUMENT_ENDS; without documents placeholders, which no kernel reads."""
+    """Add DOCUMENT_STARTS and DOCUMENT_ENDS. Without documents they are L, and no kernel reads them."""
     starts, ends = (None, None) if band is None else band[1:]
     tensors["DOCUMENT_STARTS"] = tensors["L"] if starts is None else starts.contiguous()
     tensors["DOCUMENT_ENDS"] = tensors["L"] if ends is None else ends.contiguous()

@@ -36,13 +36,14 @@ def sdpa(
     Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
-    if (band := band_of(window, documents)) is not None:
-        check_band(q, k, is_causal, band)
-        visible = visible_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
-        return _scaled_dot_product(q, k, v, False, visible.flatten(0, -4) if visible.ndim > 4 else visible)
+    band = band_of(window, documents)
+    check_band(q, k, is_causal, band)
     if q.is_cuda and (q.numel() == 0 or k.numel() == 0):  # PyTorch 2.11 returns no tensor at all here
         return sdpa_math(q, k, v, is_causal)
-    return _scaled_dot_product(q, k, v, is_causal)
+    if band is None:
+        return _scaled_dot_product(q, k, v, is_causal)
+    visible = visible_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
+    return _scaled_dot_product(q, k, v, False, visible.flatten(0, -4) if visible.ndim > 4 else visible)
 
 
 def sdpa_math(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
