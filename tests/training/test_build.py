@@ -18,7 +18,7 @@ from cs336_systems.config.run import RunConfig, TrainConfig
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.parallel.ddp import DDP
 from cs336_systems.parallel.fsdp import FSDP
-from cs336_systems.training.build import cast_weights, compile_model, wrap_model
+from cs336_systems.training.build import cast_weights, prepare_blocks, wrap_model
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.pipeline import train
@@ -153,7 +153,7 @@ def saved_numbers(budget: float) -> tuple[int, Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = TransformerLM(8, 64, 32, 1, 2, 64, attention=get_attention("sdpa"))
-    compile_model(model, budget)
+    prepare_blocks(model, TrainConfig(compile=True, compile_memory_budget=budget))
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
 
@@ -187,8 +187,7 @@ def gradients_under_autocast(dtype: torch.dtype, compile: bool) -> list[Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = TransformerLM(8, 64, 32, 1, 2, 64, attention=get_attention("naive"))
-    if compile:
-        compile_model(model)
+    prepare_blocks(model, TrainConfig(compile=compile))
 
     def step() -> None:
         with torch.autocast("cpu", dtype):
