@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -96,8 +97,8 @@ def get_attention(name: str) -> Attention:
 
 def is_attention(operator: Any) -> bool:
     """Whether an operator computes attention's output: that of a `flash_function`, or one of PyTorch's."""
-    name = operator.name()
-    return name.startswith("aten::_scaled_dot_product_") or (name.startswith("cs336::") and name.endswith("_forward"))
+    pattern = r"cs336::\w+_forward|aten::_scaled_dot_product_\w+(?<!_backward)"
+    return re.fullmatch(pattern, operator.name()) is not None
 
 
 def check_attention(
