@@ -174,6 +174,8 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     gathers the weights of the whole group again for the recomputation. A block that keeps attention's outputs is
     checkpointed inside its compiled graph: around it, the outputs would be kept in memory that compiled code may reuse.
     """
+    if config.compile and config.keeps_attention:  # it would warn of in-place operations, which blocks do not have
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     policy, number = config.checkpointed or ("none", 1)
     chosen = {"first": slice(number), "every": slice(None, None, number)}.get(policy, slice(0))
     checkpointed_layers = set(list(model.layers)[chosen])
