@@ -22,6 +22,7 @@ from cs336_systems.kernels.attention.contract import band_of
 from cs336_systems.kernels.attention.function import flash_function
 from cs336_systems.training.build import prepare_blocks
 from cs336_systems.training.loop import Trainer
+from cs336_systems.training.preflight import check_config
 from tests.distributed import run_ranks
 
 from .helpers import assert_same_tensors, make_config, random_tokens, tiny_trainer, weights_of
@@ -341,6 +342,16 @@ def test_attention_that_is_not_one_operator_cannot_be_kept(attention: str) -> No
         check_attention(kept, *how, is_kept=True)
     with pytest.raises(ValueError, match=rf"^model\.attention is '{attention}': it must be one operator, such as auto"):
         check_attention(attention, *how, is_kept=True)
+
+
+def test_a_run_whose_attention_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    train = dict(activation_checkpointing="first_1_but_attention")
+    config = make_config(tmp_path, train=train, model=dict(attention="naive"))
+    with pytest.raises(
+        ValueError, match=r"^model\.attention is 'naive': .* for train\.activation_checkpointing to keep"
+    ):
+        check_config(config, torch.device("cpu"))
+    check_config(make_config(tmp_path, train=train), torch.device("cpu"))
 
 
 def by_products(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
