@@ -183,7 +183,7 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
         is_checkpointed, budget = layer in checkpointed_layers, config.compile_memory_budget
         if is_checkpointed and config.keeps_attention:
             layer.forward = functools.partial(_checkpointed_but_attention, layer.forward)
-            budget = 1.0  # PyTorch takes a budget for what a policy has left to the compiler, and then fails
+            budget = 1.0  # the rule alone says what is kept: PyTorch fails to compile it under a budget
         if config.compile:
             layer.forward = compiled(layer.forward)
             if budget < 1:

@@ -233,11 +233,9 @@ def test_attention_runs_once_and_the_gradients_are_the_same_to_the_bit(attention
 def test_a_compiled_block_keeps_its_input_and_attentions_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the memory budget, which PyTorch would apply to a part of the block."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
-    (_, truth), (kept, gradient), (within_budget, _) = (
-        saved_numbers(1.0), saved_numbers(1.0, "first_1_but_attention"), saved_numbers(0.75, "block_but_attention"),
-    )  # fmt: skip
+    (_, truth), (kept, gradient) = saved_numbers(1.0), saved_numbers(0.75, "first_1_but_attention")
     td, logsumexp = 2 * 64 * 32, 2 * 2 * 64
-    assert kept == within_budget == 2 * td + logsumexp
+    assert kept == 2 * td + logsumexp
     torch.testing.assert_close(gradient, truth, rtol=1e-4, atol=1e-5)
 
 
@@ -317,21 +315,6 @@ def test_sharded_weights_meet_compiled_blocks_that_keep_attentions_outputs(strat
         for name, tensor in weights.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=1e-5)
         assert count == 2 * 2 * LAYERS
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("how", [dict(), dict(cuda_graph=True), dict(cuda_graph=True, compile=True)], ids=str)
-def test_on_a_gpu_a_recorded_step_keeps_attentions_outputs(how: dict[str, Any], tmp_path: Path) -> None:
-    found = []
-    for policy in ("none", "block_but_attention"):
-        train = dict(activation_checkpointing=policy, precision="bf16", cuda_graph=False, compile=False) | how
-        config = make_config(tmp_path, train=train, model=dict(num_layers=LAYERS))
-        torch.manual_seed(0)
-        model = TransformerLM(**dataclasses.asdict(config.model.shape), attention=get_attention("flash_triton")).cuda()
-        trainer = Trainer(config, model, random_tokens(), torch.device("cuda"))
-        found.append([trainer.train_step()["loss"] for _ in range(5)])
-        trainer.close()
-    assert found[1] == (pytest.approx(found[0], rel=1e-3) if "compile" in how else found[0])
 
 
 @pytest.mark.parametrize("attention", ["naive", "sdpa_math", "tests.training.test_blocks:by_products"])
