@@ -44,7 +44,7 @@ def test_measured_memory_with_attentions_outputs_equals_the_count(precision: str
     ran, metrics = measured(policy, **how)
     assert metrics["held_bytes"] == metrics["predicted_held_bytes"] + 4  # the loss
     assert metrics["peak_bytes"] == pytest.approx(metrics["predicted_bytes"], rel=0.05)
-    assert ran["policy"] == {"block": "groups", "first": "first"}[policy.split("_")[0]] + "_but_attention"
+    assert (ran["policy"], ran["K"]) == {"b": ("every_but_attention", 1), "f": ("first_but_attention", 3)}[policy[0]]
 
 
 def test_groups_keep_their_inputs_only() -> None:
