@@ -240,6 +240,11 @@ def activation_bytes(
     }
 
 
+def attention_output_bytes(shape: ModelShape, tokens: int, number_bytes: int) -> int:
+    """Attention's output and logsumexp in a block, which a flash kernel's backward pass reads: c T d + 4 T H."""
+    return number_bytes * tokens * shape.d_model + 4 * tokens * shape.num_heads
+
+
 def block_bytes(
     shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
 ) -> int:
@@ -297,6 +302,7 @@ def checkpointed_activation_bytes(
     attention: str = "naive",
     checkpointed: tuple[str, int] | None = None,
     on_gpu: bool = False,
+    keeps_attention: bool = False,
 ) -> tuple[int, int]:
     """Memory of an eager model at the end of its forward pass, and at the peak of forward and backward, in bytes.
 
@@ -309,11 +315,14 @@ def checkpointed_activation_bytes(
         loss          everything kept, and three tensors of T V float32 numbers
         each segment  everything kept up to it, its recomputed activations, and `gradient_bytes`
 
-    Weights and their gradients are not counted, nor are the temporaries of other operations.
+    Weights and their gradients are not counted, nor are the temporaries of other operations. keeps_attention: a
+    checkpointed block keeps `attention_output_bytes` beside its input.
     """
     how = (shape, batch_size, length, precision, attention)
     entry, block, gradients = residual_bytes(*how[:3]), block_bytes(*how), gradient_bytes(*how, on_gpu)
     layers = shape.num_layers
+    if keeps_attention:
+        entry += attention_output_bytes(shape, batch_size * length, NUMBER_BYTES[precision])
     segments = [(1, False)] * layers  # blocks kept or recomputed together, and whether they are checkpointed
     if checkpointed is not None:
         policy, k = checkpointed

@@ -1,9 +1,11 @@
 """Activations that the forward pass saves for the backward pass: of one block, and of all blocks."""
 
 import math
+from dataclasses import replace
 
 from .accounting import (
     activation_bytes,
+    attention_output_bytes,
     best_group,
     block_bytes,
     checkpointed_activation_bytes,
@@ -73,7 +75,8 @@ def saved_bytes(job: Job) -> tuple[int, int]:
 
     L S without checkpointing, (L - n) S + n I and S, or n I and K S: a block saves S, and its input is I. The input of
     the first recomputed block is already in memory. With the policy first, the last blocks free their S before any
-    block is recomputed.
+    block is recomputed. A block that keeps attention's outputs keeps O = `attention_output_bytes` beside I, and its
+    compiled code has no memory budget.
     """
     parts = block_parts(job)
     whole = sum(parts.values())
@@ -81,7 +84,11 @@ def saved_bytes(job: Job) -> tuple[int, int]:
     kept, inputs, again = kept_blocks(job)
     if job.checkpointing and job.checkpointing[0] == "first" and kept:
         again = 0
-    return kept * whole + inputs * entry, max(0, again * whole - parts["input"] * (again > 0))
+    if not job.keeps_attention:
+        return kept * whole + inputs * entry, max(0, again * whole - parts["input"] * (again > 0))
+    outputs = attention_output_bytes(job.shape, job.tokens, job.number_bytes)
+    in_block = sum(block_parts(replace(job, compile_memory_budget=1.0)).values()) - parts["input"] - outputs
+    return kept * whole + inputs * (entry + outputs), again * in_block
 
 
 def activation_sections(job: Job) -> list[Section]:
@@ -127,7 +134,7 @@ def counted_activations(job: Job, on_gpu: bool = True) -> tuple[int, int]:
     if job.compile:
         raise ValueError("no prediction for the case checkpointing with compiled blocks")
     how = (job.shape, job.batch_size, job.shape.context_length, job.precision, job.kernel, job.checkpointing)
-    return checkpointed_activation_bytes(*how, on_gpu)
+    return checkpointed_activation_bytes(*how, on_gpu, job.keeps_attention)
 
 
 def checkpointing_sections(job: Job) -> list[Section]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from cs336_basics.shape import ModelShape
 
-from ..config.checks import check_types, checkpointed_blocks, require, require_at_least
+from ..config.checks import BUT_ATTENTION, check_types, checkpointed_blocks, require, require_at_least
 from ..config.run import SHARDED
 from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION
 
@@ -19,6 +19,12 @@ ALIASES = {"flashddp": "bucketed"}
 """Names of training strategies that mean one of STRATEGIES."""
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}
 """Strategies that keep gradients in buckets, with the default bucket size in 2^20 bytes."""
+
+
+def check_kept_attention(policy: str, attention: str) -> None:
+    """Raise ValueError if checkpointing is to keep the outputs of a kernel that is not one operator."""
+    is_possible = not policy.endswith(BUT_ATTENTION) or attention in ("flash", *FLASH_ATTENTION)
+    require(is_possible, "activation_checkpointing", policy, f"without {BUT_ATTENTION} with attention {attention!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,7 @@ class Job:
     attention: str = "flash"
     """naive, flash, or a kernel's registered name."""
     activation_checkpointing: str = "none"
-    """none, block, first_K, every_K or groups_K."""
+    """none, block, first_K, every_K or groups_K; all but groups_K may end in _but_attention."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits are in memory at a time (default: all)."""
     compile: bool = False
@@ -84,6 +90,7 @@ class Job:
         strategy, size = self.strategy, self.bucket_size_mb
         require(strategy in STRATEGIES, "strategy", strategy, f"one of {', '.join(STRATEGIES)}")
         checkpointed_blocks(self.activation_checkpointing, "")
+        check_kept_attention(self.activation_checkpointing, self.attention)
         require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
         accepted = strategy != "none" or self.world_size == 1
         require(accepted, "strategy", strategy, f"another than 'none' with world_size {self.world_size}")
@@ -184,3 +191,8 @@ class Job:
     def checkpointing(self) -> tuple[str, int] | None:
         """Policy (first, every or groups) and its K, or None without checkpointing."""
         return checkpointed_blocks(self.activation_checkpointing, "")
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether checkpointed blocks keep attention's outputs."""
+        return self.activation_checkpointing.endswith(BUT_ATTENTION)

@@ -269,6 +269,7 @@ def moments(job: Job) -> dict[str, list[Term]]:
     kept, inputs, at_once = kept_blocks(job)
     whole = sum(block_parts(job).values())
     entry = f" and {inputs} inputs of blocks" if inputs else ""
+    entry += ", each with attention's output and logsumexp" if job.keeps_attention else ""
     activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
     copies = at_once * weight_copy_bytes(job.shape, job.precision) if job.casts_weights else 0
     working = f"{job.activation_checkpointing}: {again:,}, and {copies:,} of weights' copies"

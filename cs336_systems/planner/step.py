@@ -180,10 +180,12 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     ]
     recomputed = layers - kept_blocks(job)[0]
     if recomputed:
-        once = (forward, attention_forward, small[0])
-        a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once)
-        working = f"{recomputed} / {layers} blocks x ({a_pass}) ms of products, attention, elementwise"
-        terms.append(Term("forward again", working, recomputed / layers * sum(once), "s"))
+        once = {"products": forward, "attention": attention_forward, "elementwise": small[0]}
+        if job.keeps_attention:
+            del once["attention"]
+        a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once.values())
+        working = f"{recomputed} / {layers} blocks x ({a_pass}) ms of {', '.join(once)}"
+        terms.append(Term("forward again", working, recomputed / layers * sum(once.values()), "s"))
     kernels = KERNELS[job.compile] * layers
     return [*terms, Term("between kernels", f"{kernels} x {GAP_S * 1e6:g} us", kernels * GAP_S, "s")]
 

@@ -248,6 +248,15 @@ def test_activations_kept_after_forward(checkpointed: tuple[str, int] | None, in
     assert peak >= held
 
 
+def test_attentions_output_and_logsumexp_are_kept_beside_the_input() -> None:
+    how, layers = (BLOCK, 2, 3, "bf16", "sdpa"), BLOCK.num_layers
+    (held, peak), (more, higher) = (
+        checkpointed_activation_bytes(*how, ("every", 1), keeps_attention=kept) for kept in (False, True)
+    )
+    outputs = 2 * STREAM + 4 * 2 * 3 * BLOCK.num_heads
+    assert more - held == higher - peak == layers * outputs
+
+
 @pytest.mark.parametrize(
     "number, inputs, blocks",
     # Where the peak is: five blocks in groups of two, with all inputs but the last one, the second group whole.
