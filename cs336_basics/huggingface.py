@@ -31,13 +31,21 @@ _SIZES = {
     "num_heads": "num_attention_heads",
 }
 """Our name -> the name in config.json."""
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_OPTIONS = {
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "window": "sliding_window",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "rope_scaling": f"[{', '.join(_SCALING)}]",
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
 """The architectures that can be imported, with the values that transformers gives to fields that are missing."""
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _TOP_NAMES = {
     "token_embeddings.weight": "model.embed_tokens.weight",
     "ln_final.weight": "model.norm.weight",
@@ -255,20 +263,13 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
 
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"{path}: rope type is {rope_type!r}, and only 'default' and 'llama3' can be imported")
-    heads = sizes["num_heads"]
-    kv_heads = _number(path, config, "num_key_value_heads", heads, kind=int)
-    if heads % kv_heads:
-        raise ValueError(f"{path}: num_key_value_heads is {kv_heads}: it must divide num_attention_heads, {heads}")
-    head_dim = _number(path, config, "head_dim", sizes["d_model"] // heads, kind=int)
     tied = config.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise ValueError(f"{path}: tie_word_embeddings is {tied!r}: it must be true or false")
-    if head_dim % 2:
-        raise ValueError(f"{path}: head_dim is {head_dim}: it must be even")
-    return ModelShape(
+    shape = ModelShape(
         **sizes,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=_number(path, config, "num_key_value_heads", kind=int, default=sizes["num_heads"]),
+        head_dim=None if config.get("head_dim") is None else _number(path, config, "head_dim", kind=int),
         qk_norm=config["model_type"] == "qwen3",
         window=_window(path, config),
         tie_embeddings=tied,
@@ -276,6 +277,11 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
         rope_theta=_number(path, rope, "rope_theta", config.get("rope_theta", 10000.0)),
         rope_scaling=tuple(_number(path, rope, name) for name in _SCALING) if rope_type == "llama3" else None,
     )
+    try:
+        shape.check(lambda ours: (_SIZES | _OPTIONS)[ours])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return shape
 
 
 def _window(path: Path, config: dict[str, Any]) -> int | None:
@@ -288,14 +294,9 @@ def _window(path: Path, config: dict[str, Any]) -> int | None:
 
 def _number(path: Path, source: dict[str, Any], name: str, default: Any = None, kind: type = float) -> Any:
     value = default if source.get(name) is None else source[name]
-    if not _is_positive(value) or (kind is int and not isinstance(value, int)):
-        accepted = "a positive integer" if kind is int else "a positive number"
-        raise ValueError(f"{path}: {name} is {value!r}: it must be {accepted}")
+    if isinstance(value, bool) or not isinstance(value, int | kind):
+        raise ValueError(f"{path}: {name} is {value!r}: it must be {'an integer' if kind is int else 'a number'}")
     return kind(value)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 63
 
 
 def _fixed_settings(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ LLAMA: dict[str, Any] = dict(
     max_position_embeddings=48,
     rms_norm_eps=1e-5,
 )
+
+
+LLAMA_3 = dict(
+    rope_type="llama3", rope_theta=5e5, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)  # fmt: skip
 
 
 def build(shape: ModelShape = SHAPE, seed: int = 0) -> TransformerLM:
@@ -141,14 +148,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             num_attention_heads=8,
             num_key_value_heads=2,
             tie_word_embeddings=True,
-            rope_parameters=dict(
-                rope_type="llama3",
-                rope_theta=5e5,
-                factor=32.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=16,
-            ),
+            rope_parameters=LLAMA_3,
         ),
     ),
     "TinyLlama": ("Llama", dict(num_attention_heads=8, num_key_value_heads=1)),
@@ -203,7 +203,7 @@ def test_a_family_is_imported_and_exported_with_the_same_logits_and_text(family:
 def test_windows_that_hugging_face_has_otherwise_are_refused(tmp_path: Path) -> None:
     config = transformers.MistralConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=2).to_dict()
     for name, change, message in (
-        ("mistral", dict(sliding_window="all"), "sliding_window is 'all': it must be a positive integer"),
+        ("mistral", dict(sliding_window="all"), "sliding_window is 'all': it must be an integer"),
         ("qwen3", dict(use_sliding_window=True, head_dim=16), "use_sliding_window is True, and only False"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | dict(model_type=name) | change))
@@ -230,33 +230,39 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_key_value_heads", 3, "num_key_value_heads is 3: it must divide num_attention_heads, 4"),
+        ("num_key_value_heads", 3, "num_key_value_heads is 3: it must be a divisor of num_attention_heads, 4"),
         ("num_key_value_heads", 2, r"k_proj.weight has shape \(64, 64\), and config.json means \(32, 64\)"),
         ("attention_bias", True, "attention_bias is True"),
         ("mlp_bias", True, "mlp_bias is True"),
-        ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a positive number"),
+        ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a number"),
+        ("rms_norm_eps", 1, "rms_norm_eps is 1.0: it must be from 0 to below 1$"),
+        ("rms_norm_eps", math.nan, "rms_norm_eps is nan: it must be from 0 to below 1$"),
+        ("vocab_size", 1 << 25, r"vocab_size is 33554432: it must be from 1 to 2\^24"),
+        ("rope_parameters", LLAMA_3 | {"factor": 0}, r"factor, .*\] is \[0.0, .*: it must be 4 numbers above 0"),
+        ("rope_parameters", LLAMA_3 | {"low_freq_factor": 4}, "low_freq_factor, .* the second below the third$"),
+        ("rope_parameters", {"rope_theta": -1.0}, "rope_theta is -1.0: it must be above 0 and finite$"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'"),
         ("model_type", "gpt2", "model_type is 'gpt2'"),
         ("head_dim", 32, r"k_proj.weight has shape \(64, 64\), and config.json means \(128, 64\)"),
-        ("head_dim", 15, "head_dim is 15: it must be even"),
+        ("head_dim", 15, "head_dim is 15: the size of a head must be even"),
         ("model_type", ["llama"], "model_type is .'llama'.: it must be one of llama, mistral, qwen3"),
         ("tie_word_embeddings", "false", "tie_word_embeddings is 'false': it must be true or false"),
         ("rope_parameters", {"type": "linear", "factor": 2.0}, "rope type is 'linear'"),
         ("rope_parameters", {"full_attention": {"rope_theta": 1e4}}, "rope_parameters has full_attention"),
-        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}, "factor is None: it must be a positive number"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}, "factor is None: it must be a number"),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}, "rope type is 'yarn'"),
         ("rope_scaling", {"rope_type": "linear", "factor": 2}, "rope type is 'linear'"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope type is 'linear'"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor is 0.5"),
-        ("max_position_embeddings", 16.5, "max_position_embeddings is 16.5: it must be a positive integer"),
-        ("num_hidden_layers", "3", "num_hidden_layers is '3': it must be a positive integer"),
+        ("max_position_embeddings", 16.5, "max_position_embeddings is 16.5: it must be an integer"),
+        ("num_hidden_layers", "3", "num_hidden_layers is '3': it must be an integer"),
         ("intermediate_size", 96, r"down_proj.weight has shape \(64, 160\), and config.json means \(64, 96\)"),
         ("num_hidden_layers", 4, r"model.layers.3.\S* has shape none"),
         ("num_hidden_layers", 2, r"model.layers.2.\S* has shape \(64,\), and config.json means none"),
-        ("hidden_size", None, "hidden_size is None: it must be a positive integer"),
-        ("num_attention_heads", 0, "num_attention_heads is 0: it must be a positive integer"),
-        ("num_attention_heads", True, "num_attention_heads is True: it must be a positive integer"),
-        ("rope_parameters", {"rope_theta": "x"}, "rope_theta is 'x': it must be a positive number"),
+        ("hidden_size", None, "hidden_size is None: it must be an integer"),
+        ("num_attention_heads", 0, "num_attention_heads is 0: it must be at least 1"),
+        ("num_attention_heads", True, "num_attention_heads is True: it must be an integer"),
+        ("rope_parameters", {"rope_theta": "x"}, "rope_theta is 'x': it must be a number"),
         ("rope_parameters", 3, "rope_parameters is 3: it must be an object or null"),
     ],
 )
@@ -266,6 +272,21 @@ def test_an_unsupported_setting_is_refused_by_name(tmp_path: Path, field: str, v
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
     with pytest.raises(ValueError, match=message):
         import_hf(tmp_path)
+
+
+def test_a_head_size_that_is_left_out_must_be_whole(tmp_path: Path) -> None:
+    export_hf(build().state_dict(), SHAPE, None, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_size": 66}
+    del config["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="hidden_size is 66: it must be divisible by num_attention_heads, 4"):
+        import_hf(tmp_path)
+
+
+def test_what_can_be_exported_can_be_imported(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, norm_eps=0.0)
+    export_hf(build(shape).state_dict(), shape, None, tmp_path)
+    assert import_hf(tmp_path)[0] == shape
 
 
 @pytest.mark.parametrize(
