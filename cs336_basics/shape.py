@@ -80,12 +80,6 @@ class ModelShape:
         """Blocks whose attention has the window."""
         return 0 if self.window is None else -(-self.num_layers // self.window_every)
 
-    @property
-    def is_standard(self) -> bool:
-        """Whether it is the handout's architecture: only sizes, rope and norm_eps differ."""
-        options = self.num_kv_heads, self.head_dim, self.qk_norm, self.tie_embeddings, self.window
-        return options == (None, None, False, False, None)
-
     def to_dict(self) -> dict[str, Any]:
         """All fields, in JSON's types."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

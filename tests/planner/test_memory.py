@@ -118,6 +118,35 @@ def test_matrices_with_masters_take_16_bytes_a_parameter_too() -> None:
     assert peak_bytes(Job(shape=XL, fused=True)) == pytest.approx(peak_bytes(Job(shape=XL)), rel=0.001)
 
 
+LLAMA = ModelShape(vocab_size=1000, context_length=64, d_model=64, d_ff=128, num_layers=2, num_heads=4, num_kv_heads=2,
+                   tie_embeddings=True)  # fmt: skip
+
+
+def terms_at(moment: str, **given: Any) -> dict[str, float]:
+    return {term.name: term.value for term in moments(Job(**({"shape": LLAMA} | given)))[moment]}
+
+
+def test_a_tied_head_has_one_table_and_a_gradient_beside_the_embeddings() -> None:
+    end, n, table = terms_at("the end of backward"), num_parameters(LLAMA), 4 * 1000 * 64
+    assert end["weights"] == end["gradients"] == pytest.approx(4 * n, rel=0.01)
+    assert end["gradient of the embedding"] == table
+    # Its weight stays float32 beside 16-bit matrices, so autocast copies it.
+    masters = terms_at("the loss", fused=True)
+    assert masters["weight copies"] == table / 2
+    assert masters["master weights"] == pytest.approx(4 * (n - 1000 * 64 - 5 * 64), rel=0.01)
+    # In buckets the head's gradient waits for the embedding's.
+    assert "gradient of the head" not in end
+    shared = dict(strategy="bucketed", world_size=2)
+    assert terms_at("the end of backward", **shared)["gradient of the head"] == table
+
+
+def test_what_is_not_predicted_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^strategy is 'fsdp': .* with tie_embeddings true"):
+        Job(shape=LLAMA, strategy="fsdp", world_size=2)
+    with pytest.raises(ValueError, match=r"^attention is 'sdpa': it must be one of .*flash_triton.* with window 8"):
+        Job(shape=replace(LLAMA, window=8), attention="sdpa")
+
+
 def test_muon_has_one_moment_of_the_blocks_matrices() -> None:
     blocks = 48 * (4 * 1600**2 + 3 * 1600 * 6400)
     assert held()["optimizer state"] - held(muon=True)["optimizer state"] == pytest.approx(4 * blocks, rel=0.03)
