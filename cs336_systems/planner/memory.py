@@ -291,11 +291,12 @@ def moments(job: Job) -> dict[str, list[Term]]:
     cast = dict.fromkeys(KINDS, 0) if job.is_sharded or job.strategy in ("none", "naive") else job.cast_to_send
     sent = _of_all_weights("gradients in transit", cast, job, 1, bytes_of_kinds(job.shape, cast)[2])
     found["the end of backward"] = [*constant, after_loss, grads, units["end"], sent]
-    if job.shape.tie_embeddings:  # autograd adds it to the head's
-        working = f"{b} V d = {b} x {e:,}"
-        waiting = [Term("gradient of the head", working, b * e)] if job.strategy in IN_BUCKETS else []
+    if job.shape.tie_embeddings:  # autograd adds it to the head's, in place unless that is a transposed view
+        waiting = [head_grad] if job.strategy in IN_BUCKETS else []
+        more = b if job.casts_head or job.loss_chunk_tokens else 2 * b
+        own = Term("gradient of the embedding", f"{more} V d = {more} x {e:,}", more * e)
         found["backward of the first block"] += waiting
-        found["the end of backward"] += [*waiting, Term("gradient of the embedding", working, b * e)]
+        found["the end of backward"] += [*waiting, own]
     return found
 
 

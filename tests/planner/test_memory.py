@@ -1,16 +1,20 @@
 """Memory: the counts by hand, their limits, and the measured rows that are met."""
 
+import functools
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape
 from cs336_systems.config.model import ModelConfig
+from cs336_systems.kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from cs336_systems.planner.accounting import KINDS, matmul_parameters, num_parameters
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
 from cs336_systems.planner.cards import CARDS
@@ -138,6 +142,26 @@ def test_a_tied_head_has_one_table_and_a_gradient_beside_the_embeddings() -> Non
     assert "gradient of the head" not in end
     shared = dict(strategy="bucketed", world_size=2)
     assert terms_at("the end of backward", **shared)["gradient of the head"] == table
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("loss_chunk_tokens", [None, 2])
+def test_the_two_gradients_of_a_tied_weight_are_added_where_the_count_says(
+    loss_chunk_tokens: int | None, precision: Any
+) -> None:
+    model, tokens = TransformerLM(**asdict(LLAMA)), torch.zeros(1, 4, dtype=torch.long)
+    if loss_chunk_tokens is not None:
+        how: dict[str, Any] = dict(chunk_tokens=loss_chunk_tokens, rows_loss=loss_and_gradient)
+        model.lm_head.loss = functools.partial(chunked_linear_cross_entropy, **how)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        loss = model(tokens, targets=tokens)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        loss.backward()
+    sums = [event.name for event in profile.events() if event.input_shapes[:2] == [[1000, 64]] * 2]
+    (how_added,) = [name for name in sums if name in ("aten::add", "aten::add_")]
+    end = terms_at("the end of backward", precision=precision, loss_chunk_tokens=loss_chunk_tokens)
+    tables = {"aten::add_": 1, "aten::add": 2}[how_added]
+    assert end["gradient of the embedding"] == tables * 4 * 1000 * 64
 
 
 def test_what_is_not_predicted_is_named() -> None:
