@@ -156,6 +156,7 @@ def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **dict(zip(_SCALING, shape.rope_scaling, strict=True))}
+        rope["original_max_position_embeddings"] = round(shape.rope_scaling[3])  # transformers wants an integer
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": name.lower(),
@@ -195,11 +196,8 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
     """
     folder = Path(folder)
     shape = read_shape(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} has no .safetensors file")
     weights: dict[str, Tensor] = {}
-    for file in files:
+    for file in _weight_files(folder):
         try:
             weights.update(safetensors.torch.load_file(file))
         except (OSError, safetensors.SafetensorError) as error:
@@ -222,6 +220,19 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
     if tokenizer is not None and tokenizer.vocab_size > shape.vocab_size:
         raise ValueError(f"{tokenizer_path} has {tokenizer.vocab_size} tokens, config.json says {shape.vocab_size}")
     return shape, state, tokenizer
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files of its index: a folder may hold the same weights in another form beside them."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        if not whole.is_file():
+            raise FileNotFoundError(f"{folder} has no {whole.name} and no {index.name}")
+        return [whole]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of weights: its weight_map must have a file for each name") from error
 
 
 def read_shape(folder: str | os.PathLike[str]) -> ModelShape:

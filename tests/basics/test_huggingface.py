@@ -137,6 +137,34 @@ def test_a_model_made_by_transformers_is_imported(tmp_path: Path) -> None:
     check_logits(shape, state, llama)
 
 
+def test_weights_in_another_form_beside_are_not_read(tmp_path: Path) -> None:
+    """Mistral's folders also have consolidated.safetensors, with names of its own."""
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, num_attention_heads=4))
+    llama.save_pretrained(tmp_path, max_shard_size="200KB")
+    safetensors.torch.save_file(
+        {"layers.0.attention.wq.weight": torch.ones(64, 64)}, tmp_path / "consolidated.safetensors"
+    )
+    shape, state, _ = import_hf(tmp_path)
+    check_logits(shape, state, llama)
+    index, first = tmp_path / "model.safetensors.index.json", min(tmp_path.glob("model-*"))
+    first.unlink()
+    with pytest.raises(ValueError, match=rf"{first} cannot be read: No such file"):
+        import_hf(tmp_path)
+    for content in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=rf"^{index} is no index of weights: "):
+            import_hf(tmp_path)
+
+
+def test_the_length_that_frequencies_are_scaled_from_stays_an_integer(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, rope_scaling=(32.0, 1.0, 4.0, 16.0))
+    export_hf(build(shape).state_dict(), shape, None, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_scaling", "rope_parameters"):
+        assert type(config[name]["original_max_position_embeddings"]) is int
+    assert import_hf(tmp_path)[0] == shape
+
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2": (
         "Llama",
@@ -314,5 +342,5 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
         import_hf(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no \.safetensors file"):
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors and no model\.safetensors\.index\.json$"):
         import_hf(tmp_path)
