@@ -43,7 +43,7 @@ _OPTIONS = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
 """The architectures that can be imported, with the values that transformers gives to fields that are missing."""
 _TOP_NAMES = {
@@ -190,9 +190,9 @@ def is_hf_folder(folder: str | os.PathLike[str]) -> bool:
 def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Tensor], Tokenizer | None]:
     """Read a folder with a Llama, Qwen 3 or Mistral: shape, state dict in float32 and the tokenizer, if any.
 
-    Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: with biases, a
-    Qwen 3 with a sliding window, another scaling of the rotary frequencies than Llama 3's, or missing or misshapen
-    weights.
+    Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: with biases,
+    windows in other blocks than every so many from the first, another scaling of the rotary frequencies than Llama 3's,
+    or missing or misshapen weights.
     """
     folder = Path(folder)
     shape = read_shape(folder)
@@ -212,6 +212,10 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
         here, there = found.get(name, "none"), expected.get(name, "none")
         if here != there:
             raise ValueError(f"{folder}: {name} has shape {here}, and config.json means {there}")
+    head, embedding = weights.get("lm_head.weight"), weights["model.embed_tokens.weight"]
+    if shape.tie_embeddings and head is not None and not torch.equal(head, embedding):
+        named = "lm_head.weight is another than model.embed_tokens.weight"
+        raise ValueError(f"{folder}: {named}: it must be the same, because tie_word_embeddings is true in config.json")
     state = {ours: weights[theirs].float() for ours, (theirs, _) in names.items()}
     state = {name: _to_pairs(w, shape.head_size) if name.endswith(_TURNED) else w for name, w in state.items()}
 
@@ -277,12 +281,14 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
     tied = config.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise ValueError(f"{path}: tie_word_embeddings is {tied!r}: it must be true or false")
+    window, window_every = _window(path, config, sizes["num_layers"])
     shape = ModelShape(
         **sizes,
         num_kv_heads=_number(path, config, "num_key_value_heads", kind=int, default=sizes["num_heads"]),
         head_dim=None if config.get("head_dim") is None else _number(path, config, "head_dim", kind=int),
         qk_norm=config["model_type"] == "qwen3",
-        window=_window(path, config),
+        window=window,
+        window_every=window_every,
         tie_embeddings=tied,
         norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
         rope_theta=_number(path, rope, "rope_theta", config.get("rope_theta", 10000.0)),
@@ -295,12 +301,27 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
     return shape
 
 
-def _window(path: Path, config: dict[str, Any]) -> int | None:
-    """Mistral's window; None if it hides nothing."""
-    if config["model_type"] != "mistral" or config["sliding_window"] is None:
-        return None
+def _window(path: Path, config: dict[str, Any], num_layers: int) -> tuple[int | None, int]:
+    """The window, None if it hides nothing, and every how many blocks it is. In Qwen 3 the last blocks have it."""
+    is_qwen = config["model_type"] == "qwen3"
+    if config["model_type"] == "llama" or config["sliding_window"] is None:
+        return None, 1
+    if is_qwen and not config.get("use_sliding_window", False):
+        return None, 1
+    full, sliding = "full_attention", "sliding_attention"
+    first = _number(path, config, "max_window_layers", kind=int) if is_qwen else 0
+    kinds = config.get("layer_types") or [full if i < first else sliding for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in (full, sliding) for kind in kinds):
+        raise ValueError(f"{path}: layer_types is {kinds!r}: it must have {full} or {sliding} for each of {num_layers}")
+    with_window = [i for i, kind in enumerate(kinds) if kind == sliding]
     window = _number(path, config, "sliding_window", kind=int)
-    return window if window < config["max_position_embeddings"] else None
+    if not with_window or window >= config["max_position_embeddings"]:
+        return None, 1
+    every = (*with_window, num_layers)[1]
+    if with_window != [*range(0, num_layers, every)]:
+        accepted = "only a window in all, or in every so many from the first, can be imported"
+        raise ValueError(f"{path}: sliding_window is {window} in the blocks {with_window}, counted from 0: {accepted}")
+    return window, every
 
 
 def _number(path: Path, source: dict[str, Any], name: str, default: Any = None, kind: type = float) -> Any:
@@ -317,6 +338,4 @@ def _fixed_settings(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, t
         "partial_rotary_factor": (1.0, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))),
         "attention_bias": (False, config.get("attention_bias", False)),
         "mlp_bias": (False, config.get("mlp_bias", False)),
-        # Its blocks with a window are the last ones.
-        "use_sliding_window": (False, config["model_type"] == "qwen3" and config.get("use_sliding_window", False)),
     }

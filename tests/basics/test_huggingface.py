@@ -228,11 +228,56 @@ def test_a_family_is_imported_and_exported_with_the_same_logits_and_text(family:
     assert import_hf(tmp_path / "ours")[0] == shape
 
 
+LAST_BLOCK = dict(use_sliding_window=True, head_dim=16, sliding_window=6, max_window_layers=1)
+
+
+@pytest.mark.parametrize(
+    "name, settings, expected",
+    [
+        ("Mistral", dict(layer_types=["sliding_attention", "full_attention"] * 2), (6, 2)),
+        ("Mistral", dict(layer_types=["sliding_attention", *["full_attention"] * 3]), (6, 4)),
+        ("Mistral", dict(layer_types=["full_attention"] * 4), (None, 1)),
+        ("Mistral", dict(layer_types=["sliding_attention"] * 4), (6, 1)),
+        ("Qwen3", dict(use_sliding_window=True, max_window_layers=0), (6, 1)),
+        ("Qwen3", dict(use_sliding_window=True), (None, 1)),
+        ("Qwen3", dict(layer_types=["full_attention"] * 4), (None, 1)),
+    ],
+)
+def test_the_blocks_that_have_a_window(
+    name: str, settings: dict[str, Any], expected: tuple[int | None, int], tmp_path: Path
+) -> None:
+    """As transformers' AutoModel has them; numbers beyond 28 blocks are Qwen 3's default."""
+    torch.manual_seed(1)
+    common = LLAMA | dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = getattr(transformers, f"{name}Config")(**common, sliding_window=6, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"model_type": name.lower(), **settings}))
+    shape, state, _ = import_hf(tmp_path)
+    assert (shape.window, shape.window_every) == expected
+    check_logits(shape, state, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_tied_head_with_other_weights_is_refused(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, tie_embeddings=True)
+    export_hf(build(shape).state_dict(), shape, None, tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    for change in (0.0, 1.0):  # files may have the same weight twice
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + change
+        safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        if not change:
+            assert import_hf(tmp_path)[0] == shape
+    with pytest.raises(ValueError, match=r"lm_head\.weight is another than model\.embed_tokens"):
+        import_hf(tmp_path)
+
+
 def test_windows_that_hugging_face_has_otherwise_are_refused(tmp_path: Path) -> None:
     config = transformers.MistralConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=2).to_dict()
     for name, change, message in (
         ("mistral", dict(sliding_window="all"), "sliding_window is 'all': it must be an integer"),
-        ("qwen3", dict(use_sliding_window=True, head_dim=16), "use_sliding_window is True, and only False"),
+        ("qwen3", LAST_BLOCK, r"sliding_window is 6 in the blocks \[1\], counted from 0: only a window in all, or "),
+        ("mistral", dict(layer_types=["sliding_attention"], sliding_window=6), "layer_types is .* for each of 2$"),
+        ("mistral", dict(layer_types=["sliding_attention", "linear"], sliding_window=6), "layer_types is .*'linear'"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | dict(model_type=name) | change))
         with pytest.raises(ValueError, match=message):
