@@ -46,6 +46,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
 """The architectures that can be imported, with the values that transformers gives to fields that are missing."""
+_OF_SOME = {"rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+"""Fields that only some exports have."""
 _TOP_NAMES = {
     "token_embeddings.weight": "model.embed_tokens.weight",
     "ln_final.weight": "model.norm.weight",
@@ -95,13 +97,10 @@ def export_hf(
     """Write config.json, model.safetensors and the tokenizer's files, each complete or not at all.
 
     The weights keep the type that they have in the state dict, one type for all. Raises ValueError for a model that
-    none of theirs equals: with a window in only some blocks, or beside norms of queries and keys.
+    none of theirs equals: with a window in only some blocks, unless queries and keys have norms.
     """
-    if shape.window is not None and (shape.qk_norm or shape.window_every > 1):
-        raise ValueError(
-            f"qk_norm is {shape.qk_norm} and window_every is {shape.window_every}: "
-            "with a window they must be False and 1, as in Hugging Face's Mistral"
-        )
+    if shape.window_every > 1 and not shape.qk_norm:
+        raise ValueError(f"window_every is {shape.window_every}: it must be 1 without qk_norm, as in older Mistrals")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
@@ -145,7 +144,7 @@ def check_export_folder(folder: str | os.PathLike[str]) -> None:
     sizes: dict[str, Any] = dict.fromkeys(_SIZES, 1)
     fields = _config_of(ModelShape(**sizes), None, torch.float32).keys()
     if Path(folder, "model.safetensors").exists() and not (
-        isinstance(found, dict) and found.keys() - {"rope_scaling", "sliding_window"} == fields
+        isinstance(found, dict) and found.keys() - _OF_SOME == fields
     ):
         raise ValueError(f"{folder} holds a model that is no earlier export of ours: give another folder")
 
@@ -153,6 +152,11 @@ def check_export_folder(folder: str | os.PathLike[str]) -> None:
 def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of config.json: of a Qwen 3 if queries and keys have norms, of a Mistral with a window, or a Llama."""
     name = "Qwen3" if shape.qk_norm else "Llama" if shape.window is None else "Mistral"
+    window: dict[str, Any] = {} if shape.window is None else {"sliding_window": shape.window}
+    if window and shape.qk_norm:
+        blocks = range(shape.num_layers)
+        kinds = ["full_attention" if i % shape.window_every else "sliding_attention" for i in blocks]
+        window |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": kinds}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **dict(zip(_SCALING, shape.rope_scaling, strict=True))}
@@ -169,7 +173,7 @@ def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype
         "rope_theta": shape.rope_theta,
         **({} if shape.rope_scaling is None else {"rope_scaling": rope}),
         "rope_parameters": rope,
-        **({} if shape.window is None else {"sliding_window": shape.window}),
+        **window,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": shape.tie_embeddings,
