@@ -258,6 +258,56 @@ def test_the_blocks_that_have_a_window(
     check_logits(shape, state, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
+BOTH: dict[str, Any] = dict(
+    attention_bias=False, attention_dropout=0.0, bos_token_id=0, eos_token_id=1, hidden_act="silu", use_cache=True,
+    hidden_size=64, intermediate_size=160, num_hidden_layers=2, max_position_embeddings=48, vocab_size=300,
+)  # fmt: skip
+LLAMAS: dict[str, Any] = BOTH | dict(model_type="llama", mlp_bias=False, pretraining_tp=1, rms_norm_eps=1e-05)
+MISTRALS: dict[str, Any] = {name: value for name, value in BOTH.items() if name != "attention_bias"} | dict(
+    model_type="mistral", num_attention_heads=4, num_key_value_heads=1, rms_norm_eps=1e-05
+)
+QWENS: dict[str, Any] = BOTH | dict(
+    model_type="qwen3", num_attention_heads=4, num_key_value_heads=2, head_dim=32, rms_norm_eps=1e-06,
+    max_window_layers=28, sliding_window=None, use_sliding_window=False, tie_word_embeddings=True,
+)  # fmt: skip
+OLD_SCALING = {name: value for name, value in LLAMA_3.items() if name != "rope_theta"}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "Llama-3.2": LLAMAS | dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=16, rope_theta=5e5, rope_scaling=OLD_SCALING,
+        tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.45.0.dev0", eos_token_id=[1, 2],
+    ),
+    "Llama-3.2, transformers 5": LLAMAS | dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=16, rope_parameters=LLAMA_3, dtype="bfloat16",
+    ),
+    "SmolLM2": LLAMAS | dict(
+        num_attention_heads=4, num_key_value_heads=2, is_llama_config=True, pad_token_id=None, rope_interleaved=False,
+        rope_scaling=None, rope_theta=100000, tie_word_embeddings=True,
+        **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+    ),
+    "TinyLlama": {name: value for name, value in LLAMAS.items() if name != "mlp_bias"} | dict(
+        num_attention_heads=8, num_key_value_heads=1, rope_scaling=None, tie_word_embeddings=False,
+    ),
+    "Qwen3": QWENS | dict(rope_scaling=None, rope_theta=1000000, torch_dtype="bfloat16"),
+    "Qwen3, transformers 5": QWENS | dict(
+        layer_types=["full_attention"] * 2, rope_parameters={"rope_theta": 1000000, "rope_type": "default"},
+    ),
+    "Mistral-v0.1": MISTRALS | dict(rope_theta=10000.0, sliding_window=16, tie_word_embeddings=False),
+    "Mistral-v0.3": MISTRALS | dict(rope_theta=1e6, sliding_window=None, head_dim=None),
+}  # fmt: skip
+"""config.json as the models' authors have written it, with smaller sizes."""
+
+
+@pytest.mark.parametrize("model", WRITTEN)
+def test_a_configuration_is_read_as_its_authors_wrote_it(model: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    (tmp_path / "config.json").write_text(json.dumps(WRITTEN[model]))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(WRITTEN[model]))
+    shape, state, _ = import_hf(tmp_path)
+    check_logits(shape, state, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_windows_beside_norms_of_queries_and_keys_are_exported_as_qwens(every: int, tmp_path: Path) -> None:
     shape = dataclasses.replace(SHAPE, qk_norm=True, window=4, window_every=every)
