@@ -1,20 +1,16 @@
 """Memory: the counts by hand, their limits, and the measured rows that are met."""
 
-import functools
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape
 from cs336_systems.config.model import ModelConfig
-from cs336_systems.kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from cs336_systems.planner.accounting import KINDS, matmul_parameters, num_parameters
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
 from cs336_systems.planner.cards import CARDS
@@ -120,55 +116,6 @@ def test_matrices_with_masters_take_16_bytes_a_parameter_too() -> None:
     at_loss = {term.name: term.value for term in moments(Job(shape=XL, fused=True))["the loss"]}
     assert at_loss["weight copies"] == 0
     assert peak_bytes(Job(shape=XL, fused=True)) == pytest.approx(peak_bytes(Job(shape=XL)), rel=0.001)
-
-
-LLAMA = ModelShape(vocab_size=1000, context_length=64, d_model=64, d_ff=128, num_layers=2, num_heads=4, num_kv_heads=2,
-                   tie_embeddings=True)  # fmt: skip
-
-
-def terms_at(moment: str, **given: Any) -> dict[str, float]:
-    return {term.name: term.value for term in moments(Job(**({"shape": LLAMA} | given)))[moment]}
-
-
-def test_a_tied_head_has_one_table_and_a_gradient_beside_the_embeddings() -> None:
-    end, n, table = terms_at("the end of backward"), num_parameters(LLAMA), 4 * 1000 * 64
-    assert end["weights"] == end["gradients"] == pytest.approx(4 * n, rel=0.01)
-    assert end["gradient of the embedding"] == table
-    # Its weight stays float32 beside 16-bit matrices, so autocast copies it.
-    masters = terms_at("the loss", fused=True)
-    assert masters["weight copies"] == table / 2
-    assert masters["master weights"] == pytest.approx(4 * (n - 1000 * 64 - 5 * 64), rel=0.01)
-    # In buckets the head's gradient waits for the embedding's.
-    assert "gradient of the head" not in end
-    shared = dict(strategy="bucketed", world_size=2)
-    assert terms_at("the end of backward", **shared)["gradient of the head"] == table
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("loss_chunk_tokens", [None, 2])
-def test_the_two_gradients_of_a_tied_weight_are_added_where_the_count_says(
-    loss_chunk_tokens: int | None, precision: Any
-) -> None:
-    model, tokens = TransformerLM(**asdict(LLAMA)), torch.zeros(1, 4, dtype=torch.long)
-    if loss_chunk_tokens is not None:
-        how: dict[str, Any] = dict(chunk_tokens=loss_chunk_tokens, rows_loss=loss_and_gradient)
-        model.lm_head.loss = functools.partial(chunked_linear_cross_entropy, **how)
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        loss = model(tokens, targets=tokens)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        loss.backward()
-    sums = [event.name for event in profile.events() if event.input_shapes[:2] == [[1000, 64]] * 2]
-    (how_added,) = [name for name in sums if name in ("aten::add", "aten::add_")]
-    end = terms_at("the end of backward", precision=precision, loss_chunk_tokens=loss_chunk_tokens)
-    tables = {"aten::add_": 1, "aten::add": 2}[how_added]
-    assert end["gradient of the embedding"] == tables * 4 * 1000 * 64
-
-
-def test_what_is_not_predicted_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^strategy is 'fsdp': .* with tie_embeddings true"):
-        Job(shape=LLAMA, strategy="fsdp", world_size=2)
-    with pytest.raises(ValueError, match=r"^attention is 'sdpa': it must be one of .*flash_triton.* with window 8"):
-        Job(shape=replace(LLAMA, window=8), attention="sdpa")
 
 
 def test_muon_has_one_moment_of_the_blocks_matrices() -> None:
