@@ -1,7 +1,7 @@
 """The attention kernels by name. All follow the contract of `cs336_basics.attention.scaled_dot_product_attention`."""
 
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -68,16 +68,27 @@ def _auto(
     window: int | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """sdpa, but on a GPU flash_triton for a window and documents: PyTorch's kernels would compute what they hide."""
-    name = "sdpa" if (window is None and documents is None) or not q.is_cuda else "flash_triton"
-    return ATTENTION[name](q, k, v, is_causal, window=window, documents=documents)
+    """sdpa, but flash_triton for a window and documents where it runs: sdpa would compute what they hide."""
+    # Statements, because the compiler traces no other kind of import.
+    if (window is None and documents is None) or not _runs_flash_triton(q.device):
+        from .peers import sdpa as attention
+    else:
+        from .flash_triton import flash_triton as attention
+    return attention(q, k, v, is_causal, window=window, documents=documents)
+
+
+@torch.compiler.assume_constant_result  # nor can compiled code ask the card
+def _runs_flash_triton(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def get_attention(name: str) -> Attention:
     """The kernel registered as `name`, or your own at "module:function". "auto" leaves the choice to PyTorch.
 
     On an H200 PyTorch chooses cuDNN, which is ahead of flash_triton in the rows of results/h200/kernels.jsonl. On a CPU
-    no kernel here is faster. Windows and documents are flash_triton's on a GPU.
+    no kernel here is faster. Windows and documents are flash_triton's on a GPU on which it runs.
 
     Raises ValueError naming `model.attention` if no kernel has the name or its module cannot be imported. A kernel that
     needs a GPU or a package raises its error when it is called; `check_attention` calls it.
