@@ -87,7 +87,7 @@ def flex(
     window: int | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """PyTorch's FlexAttention, compiled for every shape; a mask is one of its block masks, cached without documents.
+    """PyTorch's FlexAttention, compiled for every shape; a mask is one of its block masks, which are cached.
 
     Raises ValueError for inputs that it does not serve: devices other than CUDA, float64, head sizes below 16 and above
     256, and no queries or no keys. Beyond 256 shapes it raises PyTorch's error, because running eagerly would hold all
@@ -221,15 +221,17 @@ def _compiled_flex() -> Any:
 
 
 def _block_mask(n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None) -> Any:
-    if documents is not None or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return _new_block_mask(n_q, n_k, device, window, documents)  # a fake mask must not be cached
-    return _cached_block_mask(n_q, n_k, device, window)
+    return _cached_block_mask(n_q, n_k, device, window, documents)
 
 
-@functools.lru_cache(maxsize=8)
-def _cached_block_mask(n_q: int, n_k: int, device: torch.device, window: int | None) -> Any:
+@functools.lru_cache(maxsize=8)  # all layers get the same documents
+def _cached_block_mask(
+    n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None
+) -> Any:
     with torch.inference_mode(False):  # a tensor created in inference mode could not be used in training later
-        return _new_block_mask(n_q, n_k, device, window, None)
+        return _new_block_mask(n_q, n_k, device, window, documents)
 
 
 def _new_block_mask(n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None) -> Any:
