@@ -232,6 +232,9 @@ def test_flex_keeps_few_block_masks_that_training_can_use_after_inference() -> N
         mask = peers._block_mask(200, 300, torch.device("cpu"), None, None)
     assert not mask.kv_indices.is_inference()
     assert peers._block_mask(200, 300, torch.device("cpu"), None, None) is mask
+    documents = Documents.from_numbers(torch.arange(200) // 70)
+    mask = peers._block_mask(200, 200, torch.device("cpu"), None, documents)
+    assert peers._block_mask(200, 200, torch.device("cpu"), None, documents) is mask
     assert peers._cached_block_mask.cache_info().maxsize is not None
 
 
