@@ -16,7 +16,7 @@ from typing import Any
 
 from ..bench.case import option_words
 from ..bench.row import Row, read_rows
-from ..planner.working import Section
+from ..planner.working import Section, Term
 from ..report.fields import faster
 from ..report.markdown import markdown_table, plain
 from ..report.memory_parts import predicted_today
@@ -266,12 +266,13 @@ def plan(command: str, **options: Any) -> list[Section]:
 
     memory, activation and checkpointing take the size of a model, its context_length and the fields of
     `planner.job.Job`; ddp-overhead takes the run of a row, the bandwidth (bytes/s) and overhead_s (s a call) of an
-    all-reduce; attention, for which there is no command, is the memory of plain attention for a
-    batch_size, length and head_size.
+    all-reduce. Two have no command: forward is the peak of a forward pass alone, with the options of memory; attention is
+    the memory of plain attention for a batch_size, length and head_size.
     """
     from ..config.model import ModelConfig
     from ..planner import activations, memory
     from ..planner.communication import overhead_sections
+    from ..planner.forward_memory import forward_peak_bytes
     from ..planner.job import Job
     from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
     from ..planner.rows import gradient_bytes_of
@@ -281,6 +282,9 @@ def plan(command: str, **options: Any) -> list[Section]:
     match command:
         case "memory":
             return memory.memory_sections(Job(shape=ModelConfig(**model).shape, **options))
+        case "forward":
+            job = Job(shape=ModelConfig(**model).shape, optimizer=False, **options)
+            return [Section("Forward pass", (Term("peak", "", forward_peak_bytes(job)),))]
         case "activation" | "checkpointing":
             of_job = getattr(activations, f"{command}_sections")
             return of_job(Job(shape=ModelConfig(**model).shape, **options))
