@@ -266,8 +266,8 @@ def plan(command: str, **options: Any) -> list[Section]:
 
     memory, activation and checkpointing take the size of a model, its context_length and the fields of
     `planner.job.Job`; ddp-overhead takes the run of a row, the bandwidth (bytes/s) and overhead_s (s a call) of an
-    all-reduce. Two have no command: forward is the peak of a forward pass alone, with the options of memory; attention is
-    the memory of plain attention for a batch_size, length and head_size.
+    all-reduce. Two have no command: forward is the peak of a forward pass alone, with the options of memory; attention
+    is the memory of plain attention for a batch_size, length and head_size.
     """
     from ..config.model import ModelConfig
     from ..planner import activations, memory

@@ -70,11 +70,13 @@ def test_the_pdf_has_every_heading_table_and_figure(made: Made) -> None:
     headings = [words(each["body"]) for each in elements(source, "heading", made.folder)]
     assert headings == [name for section, problems in SECTIONS.items() for name in (section, *problems)]
     figures = elements(source, "figure", made.folder)
-    kinds = [words(each["supplement"]) for each in figures]
+    labels = [words(each["supplement"]) for each in figures]
     text = made.document.body()
-    assert kinds.count("Figure") == text.count("](pictures/") >= 6
-    assert kinds.count("Table") == len(re.findall(r"\|\n\n: ", text)) >= 15
+    for kind, count in (("Figure", text.count("](pictures/")), ("Table", len(re.findall(r"\|\n\n: ", text)))):
+        assert [each for each in labels if kind in each] == [f"{kind} {i + 1}" for i in range(count)] != []
     assert all(words(each["caption"]["body"]) for each in figures)
+    _, warnings = pytest.importorskip("typst").compile_with_warnings(source.encode(), root=str(made.folder))
+    assert not warnings  # a layout that does not converge has wrong numbers of pages
 
 
 def test_the_pdf_of_the_committed_rows_is_short(made: Made) -> None:
