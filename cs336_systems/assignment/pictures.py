@@ -4,11 +4,11 @@ A shape whose id begins with `TOLD` gets the rest of it as its title, which a br
 overlap or be thin, so the shape is an unseen one above all marks of a column, bar or panel, and tells each of them.
 """
 
-import functools
 import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,17 +40,11 @@ _STYLE: dict[Any, Any] = {
 Cell = Callable[[dict[str, Any]], Any]
 
 
-def _styled(draw: Callable[..., str]) -> Callable[..., str]:
-    """Draw in the style of the write-up."""
+def styled() -> AbstractContextManager[None]:
+    """The style of the write-up, for all that is drawn in this context."""
+    import matplotlib
 
-    @functools.wraps(draw)
-    def drawn(*args: Any, **options: Any) -> str:
-        import matplotlib
-
-        with matplotlib.rc_context(_STYLE):
-            return draw(*args, **options)
-
-    return drawn
+    return matplotlib.rc_context(_STYLE)
 
 
 class Pictures:
@@ -60,7 +54,6 @@ class Pictures:
         self.out, self.problem = out, ""
         self.count: dict[str, int] = {}
 
-    @_styled
     def lines(
         self, rows: Sequence[dict[str, Any]], x: Cell, y: Cell, caption: str,
         by: str = "", xlabel: str = "", ylabel: str = "", log: str = "",
@@ -95,7 +88,6 @@ class Pictures:
             figure.legend(loc="outside right center")
         return self._save(figure, caption)
 
-    @_styled
     def bars(
         self, rows: Sequence[dict[str, Any]], name: Cell, value: Cell, caption: str,
         xlabel: str = "", form: str = ".3g",
@@ -110,13 +102,11 @@ class Pictures:
         _name_lines(axes, range(len(rows)), [str(name(row)) for row in rows], xlabel)
         return self._save(figure, caption)
 
-    @_styled
     def shares(self, spans: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
         """A bar for each span of a kernel profile, divided by class of kernel."""
         bars = [(name, {kind: span["share"].get(kind, 0) for kind in CLASS_COLORS}) for name, span in spans]
         return self.stacks(bars, caption, "share of kernel time (%)", 0.01, CLASS_COLORS)
 
-    @_styled
     def stacks(
         self, bars: Sequence[tuple[str, Mapping[str, float]]], caption: str,
         xlabel: str = "", scale: float = 1, colors: Mapping[str, str] = {},
@@ -142,7 +132,6 @@ class Pictures:
         figure.legend(loc="outside lower center", ncols=5)
         return self._save(figure, caption)
 
-    @_styled
     def streams(self, rows: Sequence[dict[str, Any]], caption: str) -> str:
         """The compute and communication of each row's profiled step on one time axis; "" if no file has them."""
         folders = [(row, row["path"].parent) for row in rows]
@@ -165,7 +154,6 @@ class Pictures:
         _name_lines(axes, places, names, "ms from the first kernel of the step")
         return self._save(figure, caption)
 
-    @_styled
     def timelines(self, panels: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
         """Memory in use over a step, by category: a panel for each row of a memory profile, below its title."""
         from matplotlib.figure import Figure
