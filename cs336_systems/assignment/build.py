@@ -224,6 +224,7 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
     env.globals |= {
         **FORMATS,
         "rows": figures.rows,
+        "every": figures.every,
         "row": figures.row,
         "launch": figures.launch,
         "claim": figures.claim,
@@ -238,11 +239,9 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         "plan": plan,
         "working": working,
         "lines": lambda rows, x, y, *text, **options: pictures.lines(rows, evaluate(x), evaluate(y), *text, **options),
-        "bars": lambda rows, x, y, *text, **options: pictures.bars(rows, evaluate(x), evaluate(y), *text, **options),
         **{name: getattr(pictures, name) for name in ("shares", "stacks", "streams", "timelines")},
         "max": max,
         "min": min,
-        "zip": zip,
     }
     return env
 

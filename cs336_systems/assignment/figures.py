@@ -7,6 +7,7 @@ fields of the row that comes back:
     A step takes {{ step.step_ms.p50 | ms }}.
 """
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,6 +92,11 @@ class Figures:
         """
         return [_shown(source) for source in self._find(case, where, command)]
 
+    def every(self, case: str, command: str = "", **where: Any) -> list[Fields]:
+        """As `rows`, but raises NoRows unless there is a row for each combination of the values that `where` lists."""
+        count = math.prod(len(value) for value in where.values() if isinstance(value, list))
+        return [_shown(source) for source in self._find(case, where, command, count)]
+
     def row(self, case: str, command: str = "", **where: Any) -> Fields:
         """The only row that matches. Raises NoRows if there is none, and ValueError if several settings match."""
         found = self._find(case, where, command)
@@ -128,15 +134,15 @@ class Figures:
             self.contradictions.append(f"{self.problem}: {text!r}{': ' if seen else ''}{seen}")
         return text
 
-    def _find(self, case: str, where: Mapping[str, Any], command: str) -> list[Source]:
+    def _find(self, case: str, where: Mapping[str, Any], command: str, count: int = 1) -> list[Source]:
         newest: dict[tuple[str, ...], Source] = {}
         for source in self._matching(case, where):
             setting = (source.row.variant, *(str(source.row.config.get(name)) for name in _KEYS[case]))
             newest[setting] = source
-        if not newest:
-            raise NoRows(command or _command(case, where))
         own = [source for source in newest.values() if self._is_own(source)]
         found = sorted(own or newest.values(), key=lambda source: _place(source.row, where))
+        if len(found) < count:
+            raise NoRows(command or _command(case, where))
         self.used += found
         return found
 

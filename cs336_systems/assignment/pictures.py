@@ -59,7 +59,7 @@ class Pictures:
         by: str = "", xlabel: str = "", ylabel: str = "", log: str = "",
     ) -> str:  # fmt: skip
         """A line for each value of the field `by`."""
-        figure, axes = _figure(2.6)
+        figure, axes = _figure()
         lines: dict[str, list[tuple[Any, Any]]] = {}
         for row in rows:
             lines.setdefault(str(row[by]) if by else "", []).append((x(row), y(row)))
@@ -86,20 +86,6 @@ class Pictures:
             axes.axvspan(low, high, gid=_told((xlabel, f"{tick:,}"), f"{ylabel}:", *values), **_UNSEEN)
         if len(lines) > 1:
             figure.legend(loc="outside right center")
-        return self._save(figure, caption)
-
-    def bars(
-        self, rows: Sequence[dict[str, Any]], name: Cell, value: Cell, caption: str,
-        xlabel: str = "", form: str = ".3g",
-    ) -> str:  # fmt: skip
-        """A horizontal bar for each row, with its number at the end."""
-        figure, axes = _figure(0.7 + 0.27 * len(rows))
-        for place, row in enumerate(rows):
-            bar = axes.barh(place, value(row), 0.7, color=KERNEL_COLORS.get(str(name(row)), _COLORS[0]))
-            bar[0].set_gid(_told(name(row), (xlabel, format(value(row), form))))
-            axes.bar_label(bar, [format(value(row), form)], padding=4)
-        axes.margins(x=0.12)  # room for the numbers
-        _name_lines(axes, range(len(rows)), [str(name(row)) for row in rows], xlabel)
         return self._save(figure, caption)
 
     def shares(self, spans: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
@@ -205,8 +191,8 @@ def _name_lines(axes: Any, places: Sequence[float], names: Sequence[str], xlabel
     axes.set_xlabel(xlabel)
 
 
-def _figure(height: float) -> tuple[Any, Any]:
+def _figure(height: float = 0) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.6, height), layout="constrained")
+    figure = Figure(figsize=(6.6, max(height, 2.6)), layout="constrained")  # inches; at least 6 cm on paper
     return figure, figure.subplots()
