@@ -52,9 +52,9 @@ def memory_parts_table(rows: Sequence[Row]) -> str:
 
 
 def with_savings(rows: Sequence[Row]) -> list[Row]:
-    """Rows with their savings over the first variant of the same setting, and the error of the predicted peak."""
+    """Rows with today's prediction, its error, and their savings over the first variant of the same setting."""
     found = []
-    for group in grouped(rows, SETTING):
+    for group in grouped(predicted_today(rows), SETTING):
         first_peak, first_predicted = (get(group[0], f"metrics.{name}", None) for name in _PEAKS)
         for row in group:
             peak, predicted = (get(row, f"metrics.{name}", None) for name in _PEAKS)
