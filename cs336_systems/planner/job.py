@@ -34,7 +34,8 @@ IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}
 def check_kept_attention(policy: str, attention: str) -> None:
     """Raise ValueError if checkpointing is to keep the outputs of a kernel that is not one operator."""
     is_possible = not policy.endswith(BUT_ATTENTION) or attention in ("flash", *FLASH_ATTENTION)
-    require(is_possible, "activation_checkpointing", policy, f"one without {BUT_ATTENTION}, because attention is {attention!r}")
+    accepted = f"one without {BUT_ATTENTION}, because attention is {attention!r}"
+    require(is_possible, "activation_checkpointing", policy, accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
