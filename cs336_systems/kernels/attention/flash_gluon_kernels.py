@@ -2,8 +2,8 @@
 
 Triton's compiler waits for a matrix product before it starts the exponentials. Here the kernel itself overlaps them:
 one warp loads the tiles of keys and values, and each of two or three groups of four warps (a warpgroup) loops over them
-with 64 queries of its own. A warpgroup starts the product with the next keys, then the product with the present values, and
-computes the exponentials of the next scores while the second product runs.
+with 64 queries of its own. A warpgroup starts the product with the next keys, then the product with the present values,
+and computes the exponentials of the next scores while the second product runs.
 
 The warpgroups take turns to start their products (FlashAttention-3's ping-pong): the products of one run while the
 others compute their exponentials. With S(j) = q k^T and P(j) = exp2(S(j) - m) for the tile of keys j, two of them over
