@@ -202,6 +202,8 @@ def _loop(
         _pass_turn(turns, group, GROUPS)
         s = warpgroup_mma_wait(1, [scores])
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, MASKED)
+        if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
+            p_next = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a barrier,
         # and without it would wait for the product before it computes the exponentials.
         mbarrier.wait(q_ready.index(group), i & 1)
