@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import math
@@ -95,10 +96,7 @@ def _held(path: Path) -> Iterator[Any]:
     """Open a file to append, locked against other processes, and again if one of them has replaced it meanwhile."""
     while True:
         with path.open("ab+", buffering=0) as file:  # closing must not repeat a failed write
-            with contextlib.suppress(ImportError):  # no fcntl on Windows
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 yield file
                 return
