@@ -77,7 +77,7 @@ def test_what_cannot_be_in_the_text_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == f"half a pair ?, a mark\n\ufffd{DOCUMENT_END}"
 
 
-def test_records_without_any_text_are_not_read_to_their_end(tmp_path: Path) -> None:
+tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1,000 of 1,000 records have no text in 'messages'"):
         write_documents((("there", None) for _ in itertools.count()), "messages", tmp_path / "out")
     assert not [*tmp_path.iterdir()]
