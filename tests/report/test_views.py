@@ -155,7 +155,7 @@ def test_an_unknown_case_is_refused() -> None:
 
 
 def test_every_plot_uses_fields_of_its_view() -> None:
-    by_each = {"warmup": {"step"}, "autocast-dtypes": {"of"}}  # fields that `points` adds
+    by_each = {"warmup": {"step"}}  # the field that `points` adds
     for name, view in VIEWS.items():
         for plot in view.plots:
             made = by_each.get(name, set())
