@@ -214,14 +214,10 @@ def test_a_command_works_without_stdout(folder: Path) -> None:
     assert (folder / "runs/quick/bench/precision-accumulation.jsonl").exists()
 
 
-def test_a_picture_that_cannot_be_written_names_plot(cs336: Run, folder: Path) -> None:
-    (folder / "is a folder").mkdir()
-    for plot in ("", "is a folder"):
-        line = the_line(cs336("report", "runs", str(Path(__file__).parents[2] / "results/cpu/demo"), "--plot", plot))
-        assert line.startswith(f"plot is {plot!r}: it must be a file that can be written (")
+def test_a_picture_of_another_kind_is_refused(cs336: Run, folder: Path) -> None:
     line = the_line(cs336("report", "runs", str(Path(__file__).parents[2] / "results/cpu/demo"), "--plot", "a.pdf"))
     assert line == "plot is 'a.pdf': it must be a PNG file (.png)"
-    assert sorted(path.name for path in folder.iterdir()) == ["is a folder"]
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("words", [("tables", "rows.jsonl"), ("headline", "rows.jsonl"), ("writeup", "--results", ".")])
