@@ -304,7 +304,7 @@ def test_a_forgotten_option_or_word_is_named(cs336: Run) -> None:
 
 def test_a_missing_file_or_a_folder_is_one_line_that_names_it(cs336: Run, tmp_path: Path) -> None:
     assert the_line(cs336("train", "--config", "no/such.json")) == "config file no/such.json does not exist"
-    assert the_line(cs336("train", "--config", str(tmp_path))).startswith(f"config file {tmp_path} is a folder")
+    assert the_line(cs336("train", "--config", str(tmp_path))).startswith(f"config file {tmp_path} is not JSON: ")
 
 
 def test_every_field_has_its_own_help(cs336: Run) -> None:

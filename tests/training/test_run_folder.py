@@ -199,8 +199,6 @@ def test_a_configuration_that_was_copied_alone_is_a_template(tmp_path: Path, fin
 def test_whether_to_resume_is_not_kept(tmp_path: Path, finished: RunConfig) -> None:
     config = copy_of(finished, tmp_path)
     file = run_dir(config) / "config.json"
-    file.write_text(json.dumps(config.to_dict() | {"resume": "auto"}))  # as earlier versions wrote it
-    assert load_config(file).resume == "none"
     for resume in ("auto", checkpoint_path(config, 5)):
         shutil.rmtree(checkpoint_path(config, 10))
         train(resumed(config, resume))
