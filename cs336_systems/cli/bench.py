@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -129,14 +130,11 @@ def _disturbed(row: "Row") -> str:
 
 def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bool, about: str = "") -> Any:
     """The parser of a command that measures a case and writes to `--out`, usually `runs/FOLDER`."""
-    from docstring_parser import parse_from_object
-
     from ..bench.case import value_type
 
-    parser = make_parser(command, about)
-    help_texts = {param.arg_name: param.description for cls in case.config.__mro__[::-1] if cls is not object
-                  for param in parse_from_object(cls).params}  # fmt: skip
-    for field in dataclasses.fields(case.config):
+    config: Any = case.config
+    parser, help_texts = make_parser(command, about), _help_texts(config)
+    for field in dataclasses.fields(config):
         if field.metadata.get("beside") == ".":  # the folder itself, which is --out
             continue
         quick = field.metadata.get("quick") if is_quick else ()
@@ -155,6 +153,15 @@ def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bo
     parser.add_argument("--resume", action="store_true", help=resume)
     add_folder(parser, folder, is_quick, help)
     return parser
+
+
+@functools.cache  # reading the help from the docstrings takes most of the time of a parse
+def _help_texts(config: type) -> dict[str, str | None]:
+    """What the docstrings of a configuration's class and of its bases say about each field."""
+    from docstring_parser import parse_from_object
+
+    return {param.arg_name: param.description for cls in config.__mro__[::-1] if cls is not object
+            for param in parse_from_object(cls).params}  # fmt: skip
 
 
 @contextlib.contextmanager

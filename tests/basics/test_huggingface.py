@@ -53,7 +53,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train(["the cat sat on the mat. " * 50], 290)
 
 
-def check_logits(shape: ModelShape, state: dict[str, torch.Tensor], llama: transformers.LlamaForCausalLM) -> None:
+def check_logits(shape: ModelShape, state: dict[str, torch.Tensor], llama: torch.nn.Module) -> None:
     """Check that our model with this state gives the logits of a Llama."""
     model = TransformerLM(**dataclasses.asdict(shape))
     model.load_state_dict(state)
