@@ -13,6 +13,7 @@
 #define __global__
 #define __host__
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 using std::isnan;
 using std::max;
@@ -21,7 +22,7 @@ using std::min;
 struct Index {
     unsigned x;
 };
-extern Index threadIdx, blockIdx;
+extern Index threadIdx, blockIdx, gridDim;
 
 template <typename To, typename From>
 inline To same_bits(From from) {
@@ -96,4 +97,17 @@ inline float __shfl_xor_sync(unsigned, float x, uint32_t mask) {
     uint32_t out;
     emulator::together(emulator::Together::exchange, in, &out);
     return __uint_as_float(out);
+}
+
+inline uint32_t __shfl_sync(unsigned, uint32_t x, uint32_t lane) {
+    const uint32_t in[2] = {x, threadIdx.x % 32 ^ lane};
+    uint32_t out;
+    emulator::together(emulator::Together::exchange, in, &out);
+    return out;
+}
+
+inline int atomicAdd(int* to, int x) {  // one thread runs at a time
+    const int before = *to;
+    *to += x;
+    return before;
 }
