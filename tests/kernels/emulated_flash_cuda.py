@@ -50,15 +50,7 @@ def library(changes: tuple[Change, ...], dtype: torch.dtype, head_size: int, exa
     """The sources compiled with the emulator's instructions in the place of the GPU's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for source in (
-            *module._SOURCES.iterdir(),
-            *EMULATOR.iterdir(),
-        ):  # the emulator's files replace ours
-            shutil.copy(source, folder)
-        for file, old, new in changes:
-            text = (folder / file).read_text()
-            assert text.count(old) >= 1, f"{file} has no {old!r}"
-            (folder / file).write_text(text.replace(old, new))
+        copy_sources(folder, changes)
         of_kernels = module.definitions(dtype, head_size, exact)
         objects = [compiled(folder, file, of_kernels) for file in ("forward.cu", "backward.cu")]
         linked = folder / "library.so"
@@ -66,10 +58,20 @@ def library(changes: tuple[Change, ...], dtype: torch.dtype, head_size: int, exa
         return module._functions(linked)
 
 
+def copy_sources(folder: Path, changes: tuple[Change, ...]) -> None:
+    for sources in (module.SOURCES, EMULATOR):  # the emulator's files replace ours
+        shutil.copytree(sources, folder, dirs_exist_ok=True)
+    for file, old, new in changes:
+        text = (folder / file).read_text()
+        assert text.count(old) >= 1, f"{file} has no {old!r}"
+        (folder / file).write_text(text.replace(old, new))
+
+
 def compiled(folder: Path, file: str, definitions: list[str]) -> Path:
     """An object of a source and the headers beside it, made once for all test processes."""
     command = ["g++", "-O1", "-std=c++17", "-w", "-fno-strict-aliasing", "-fPIC", *definitions, "-x", "c++", "-c", file]
-    sources = [path for path in sorted(folder.iterdir()) if path.name == file or path.suffix in (".h", ".cuh")]
+    suffixes = (".h",) if file.endswith(".cpp") else (".h", ".cuh")  # the emulator does not depend on the kernels
+    sources = [folder / file, *(path for path in sorted(folder.rglob("*")) if path.suffix in suffixes)]
     content = repr((command, [path.read_bytes() for path in sources]))
     made = BUILT / f"{hashlib.sha256(content.encode()).hexdigest()}.o"
     if not made.exists():

@@ -198,7 +198,7 @@ def test_compiles_for_sm_80_and_sm_90_without_spills(
     without = [f"-D__CUDA_NO_{x}__" for x in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")]
     without.append("-D__CUDA_NO_BFLOAT16_CONVERSIONS__")
     options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *module.definitions(dtype, head_size, exact)]
-    files = ["-c", str(module._SOURCES / f"{source}.cu"), "-o", str(tmp_path / "kernels.o")]
+    files = ["-c", str(module.SOURCES / f"{source}.cu"), "-o", str(tmp_path / "kernels.o")]
     built = subprocess.run(["nvcc", *options, *architectures, *without, *files], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     spills = re.findall(r"(\d+) bytes spill stores", built.stderr)

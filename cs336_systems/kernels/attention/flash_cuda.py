@@ -16,8 +16,9 @@ PyTorch headers, which would take longer to compile than the kernels.
 
 import ctypes
 import functools
+import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from ...machine.hardware import allows_tf32
 from .contract import as_4d, check_qkv
 from .function import Saved, empty_outputs, flash_function, new_gradients, new_outputs
 
-_SOURCES = Path(__file__).parent / "csrc"
-_ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
-_Launcher = Callable[..., bytes | None]
+SOURCES = Path(__file__).parent / "csrc"
+ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
+Launcher = Callable[..., bytes | None]
 _MAX_LENGTH = 2**31 - 256  # positions are 32-bit numbers, and go up to two tiles beyond the last
 _HEAD_SIZES = (32, 64, 96, 128, 256)
 """The sizes that are compiled; other heads are padded with zeros to the next larger size."""
@@ -53,6 +54,10 @@ def flash_cuda(
 
     Raises ValueError for arguments it does not accept and RuntimeError if the kernels cannot be compiled.
     """
+    if os.environ.get("CS336_FLASH_CUDA") == "hopper":  # not the default until a GPU has measured it
+        from .flash_cuda_hopper import flash_cuda_hopper
+
+        return flash_cuda_hopper(q, k, v, is_causal)
     return FlashAttentionCuda.call(q, k, v, is_causal)
 
 
@@ -89,8 +94,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 
 
 def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
-    dtypes, max_head_size = tuple(_ELEMENTS), _HEAD_SIZES[-1]
+    dtypes, max_head_size = tuple(ELEMENTS), _HEAD_SIZES[-1]
     check_qkv(q, k, v, is_causal, dtypes=dtypes, max_head_size=max_head_size, equal_heads="flash_cuda")
+    check_lengths(q, k)
+
+
+def check_lengths(q: Tensor, k: Tensor) -> None:
+    """Raise a ValueError for more positions than the kernels count."""
     for name, x in (("q", q), ("k", k)):
         if x.shape[-2] > _MAX_LENGTH:
             raise ValueError(f"{name} has {x.shape[-2]} positions: flash_cuda serves up to {_MAX_LENGTH}")
@@ -104,7 +114,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-class _View(ctypes.Structure):
+class View(ctypes.Structure):
     """`View` of csrc/tiles.cuh, which sets `vectorised` itself."""
 
     _fields_ = (
@@ -115,7 +125,7 @@ class _View(ctypes.Structure):
     tensor: Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> "_View":
+    def of(cls, x: Tensor) -> "View":
         x = as_4d(x)
         view = cls(x.data_ptr(), *x.stride())
         view.tensor = x  # if as_4d had to copy, only this holds the copy
@@ -141,7 +151,7 @@ def _call(name: str, is_causal: bool, **tensors: Tensor) -> None:
         if each in ("logsumexp", "statistics"):
             arguments[each] = x.data_ptr()
         else:
-            arguments[each] = ctypes.byref(_View.of(x)) if x.numel() else None
+            arguments[each] = ctypes.byref(View.of(x)) if x.numel() else None
     with torch.cuda.device(q.device):
         arguments["stream"] = torch.cuda.current_stream().cuda_stream
         error = function(*(arguments[parameter] for parameter in _PARAMETERS[name]))
@@ -152,8 +162,17 @@ def _call(name: str, is_causal: bool, **tensors: Tensor) -> None:
 @functools.cache
 def _library(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int, exact: bool = False
-) -> Mapping[str, _Launcher]:
+) -> Mapping[str, Launcher]:
     """The functions of the library for one architecture and `definitions`, compiled if necessary."""
+    architecture = "".join(map(str, capability))
+    name = f"cs336_flash_cuda_sm{architecture}_{ELEMENTS[dtype].strip('_')}_{head_size}{'_exact' if exact else ''}"
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    sources = (SOURCES / "forward.cu", SOURCES / "backward.cu")
+    return _functions(compiled(name, sources, (target, *definitions(dtype, head_size, exact))))
+
+
+def compiled(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
+    """A library in PyTorch's folder of extensions, compiled if its sources are new."""
     from torch.utils import cpp_extension  # slow to import, and looks for the compiler
 
     if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
@@ -163,21 +182,11 @@ def _library(
         )
     if shutil.which("ninja") is None:
         raise RuntimeError("flash_cuda compiles its kernels on first use and finds no ninja on PATH: pip install ninja")
-    architecture = "".join(map(str, capability))
-    path = cpp_extension.load(
-        f"cs336_flash_cuda_sm{architecture}_{_ELEMENTS[dtype].strip('_')}_{head_size}{'_exact' if exact else ''}",
-        [str(_SOURCES / "forward.cu"), str(_SOURCES / "backward.cu")],
-        extra_cuda_cflags=[
-            "-O3",
-            f"-gencode=arch=compute_{architecture},code=sm_{architecture}",
-            *definitions(dtype, head_size, exact),
-        ],
-        is_python_module=False,
-    )
-    return _functions(Path(path))
+    path = cpp_extension.load(name, list(map(str, sources)), extra_cuda_cflags=["-O3", *flags], is_python_module=False)
+    return Path(path)
 
 
-def _functions(path: Path) -> Mapping[str, _Launcher]:
+def _functions(path: Path) -> Mapping[str, Launcher]:
     """The functions of a compiled library."""
     library = ctypes.CDLL(str(path))
     for name, parameters in _PARAMETERS.items():
@@ -188,4 +197,4 @@ def _functions(path: Path) -> Mapping[str, _Launcher]:
 
 def definitions(dtype: torch.dtype, head_size: int, exact: bool = False) -> list[str]:
     """Compiler definitions for one element type and head size. exact: do not multiply float32 as TF32."""
-    return [f"-DELEMENT={_ELEMENTS[dtype]}", f"-DHEAD_SIZE={head_size}", f"-DEXACT={str(exact).lower()}"]
+    return [f"-DELEMENT={ELEMENTS[dtype]}", f"-DHEAD_SIZE={head_size}", f"-DEXACT={str(exact).lower()}"]

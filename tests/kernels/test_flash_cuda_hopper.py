@@ -1,0 +1,117 @@
+"""The tests of every kernel for flash_cuda_hopper, on a Hopper GPU; and what the compiler makes of it, without one."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.kernels.attention import flash_cuda
+from cs336_systems.kernels.attention import flash_cuda_hopper as module
+from cs336_systems.kernels.attention.flash_cuda_hopper import FlashAttentionCudaHopper, flash_cuda_hopper
+from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests
+
+DEVICE = "cuda"
+LENGTHS = ((127, 127), (128, 128), (192, 192), (193, 385), (17, 1000), (1000, 127), (1000, 1000), (300, 555), (5, 0))
+MORE_CASES = tuple(
+    Case(n_q, n_k, d, leading=(2, 3), is_causal=is_causal)
+    for n_q, n_k in LENGTHS
+    for d in (64, 100, 128)
+    for is_causal in (False, True)
+)
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+@pytest.mark.gpu
+@on_hopper
+class TestFlashCudaHopper(FlashKernelTests):
+    name = f"{module.__name__}:flash_cuda_hopper"
+    function = FlashAttentionCudaHopper
+    device = DEVICE
+    dtypes = (torch.bfloat16, torch.float16)
+    cases = CASES + LARGE_CASES + MORE_CASES
+    max_head_size = 128
+    bands = True
+    random_examples = 100
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_same_bits_twice(d: int) -> None:
+    q, k, v, _ = (x.detach() for x in Case(1000, 1000, d, (2, 3)).inputs(torch.bfloat16, DEVICE))
+    assert torch.equal(flash_cuda_hopper(q, k, v, True), flash_cuda_hopper(q, k, v, True))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_in_a_cuda_graph() -> None:
+    q, k, v, _ = (x.detach() for x in Case(300, 300, 64, (2, 3)).inputs(torch.bfloat16, DEVICE))
+    expected = flash_cuda_hopper(q, k, v, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = flash_cuda_hopper(q, k, v, True)
+    o.zero_()
+    graph.replay()
+    assert torch.equal(o, expected)
+
+
+def test_flash_cuda_runs_it_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda needs it on a CUDA device$"):
+        flash_cuda.flash_cuda(q, q, q)
+    monkeypatch.setenv("CS336_FLASH_CUDA", "hopper")
+    with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda_hopper needs it on a CUDA device$"):
+        flash_cuda.flash_cuda(q, q, q)
+
+
+def test_unsupported_inputs_are_named() -> None:
+    q = torch.zeros(1, 1, 4, 136, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^q has head size 136: it must be 1 to 128$"):
+        flash_cuda_hopper(q, q, q)
+    with pytest.raises(ValueError, match=r"^q is torch\.float32: it must be one of torch\.bfloat16, torch\.float16$"):
+        flash_cuda_hopper(q[..., :64].float(), q[..., :64].float(), q[..., :64].float())
+
+
+def compiled(tmp_path: Path, dtype: torch.dtype, head_size: int) -> tuple[Path, str]:
+    """The kernel's machine code, and what the compiler says."""
+    made = tmp_path / "forward.cubin"
+    options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *module.FLAGS]
+    command = ["nvcc", *options, *flash_cuda.definitions(dtype, head_size), "-cubin", "-o", str(made)]
+    built = subprocess.run([*command, str(module.SOURCES / "forward.cu")], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return made, built.stdout + built.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
+@pytest.mark.parametrize(
+    "dtype, head_size",
+    [
+        (torch.bfloat16, 64),
+        (torch.float16, 128),
+        pytest.param(torch.bfloat16, 128, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 64, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills_and_waits(dtype: torch.dtype, head_size: int, tmp_path: Path) -> None:
+    """ptxas reports products that it makes wait for each other (C7512, C7514, C7515) and registers it keeps in memory.
+
+    In the loop over the keys the exponentials have to be between the wait for the scores and that for the output.
+    """
+    made, messages = compiled(tmp_path, dtype, head_size)
+    assert "(C7" not in messages, messages
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in messages
+    triton = pytest.importorskip("triton")
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    listing = subprocess.run([disassembler, "-c", made], capture_output=True, text=True, check=True).stdout
+    landmarks = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x\d", listing)
+    loops = "".join({"H": ".", "M": "x"}.get(each[0], each[-1]) for each in landmarks)
+    products = {64: r"\.{12}", 128: r"\.{16}"}[head_size]  # S and O += P v, 16 of D or of the keys at a time
+    # Without and with a mask: 64 probabilities and two factors for the rows' sums, beside the second product.
+    assert len(re.findall(products + "1x{66}0", loops)) == 2, loops
