@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(128, 1)
     uint32_t p[KEYS / 16][4];
     fence_registers();
 #pragma unroll
-    for (int d = 0; d < HEAD / 16; d++) multiply<ELEMENT, false>(s, x.along_columns(d), y.along_columns(d), d > 0);
+    for (int d = 0; d < HEAD / 16; d++) multiply_tiles<ELEMENT, false, false>(s, x.along_columns(d), y.along_columns(d), d > 0);
     commit_products();
     wait_for_products<0>();
     claim(s);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(128, 1)
     for (int n = 0; n < KEYS / 16; n++) operand<ELEMENT>(p[n], s, n);
     fence_registers();
 #pragma unroll
-    for (int n = 0; n < KEYS / 16; n++) multiply<ELEMENT, true>(o, p[n], z.along_rows(n), n > 0);
+    for (int n = 0; n < KEYS / 16; n++) multiply_registers<ELEMENT>(o, p[n], z.along_rows(n), n > 0);
     commit_products();
     wait_for_products<0>();
     claim(o);

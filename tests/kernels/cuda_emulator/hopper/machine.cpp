@@ -252,16 +252,14 @@ float element(uint32_t address, bool is_bfloat16) {
 // f(address) for each 16 bytes of the operands in shared memory.
 template <typename F>
 void each_chunk(const Product& x, F f) {
-    if (x.a == nullptr)
-        for (int row = 0; row < 64; row++)
-            for (int column = 0; column < 16; column += 8) f(Descriptor(x.a_tile).along_columns(row, column));
-    const Descriptor b(x.b_tile);
-    if (x.b_down_the_rows)
-        for (int row = 0; row < 16; row++)
-            for (int column = 0; column < x.n; column += 8) f(b.down_the_rows(row, column));
-    else
-        for (int row = 0; row < x.n; row++)
-            for (int column = 0; column < 16; column += 8) f(b.along_columns(row, column));
+    const auto each = [&](uint64_t bits, bool down_the_rows, int n) {
+        const Descriptor tile(bits);
+        for (int row = 0; row < (down_the_rows ? 16 : n); row++)
+            for (int column = 0; column < (down_the_rows ? n : 16); column += 8)
+                f(down_the_rows ? tile.down_the_rows(row, column) : tile.along_columns(row, column));
+    };
+    if (x.a == nullptr) each(x.a_tile, x.a_down_the_rows, 64);
+    each(x.b_tile, x.b_down_the_rows, x.n);
 }
 
 Sum* sum_of(Thread& thread, float* c) {
@@ -279,7 +277,9 @@ void finish(int group, Operation& x) {
     for (int row = 0; row < 64; row++)
         for (int column = 0; column < 16; column++) {
             if (first.a == nullptr) {
-                a[row][column] = element(Descriptor(first.a_tile).along_columns(row, column), is_bfloat16);
+                const Descriptor tile(first.a_tile);
+                a[row][column] = element(first.a_down_the_rows ? tile.down_the_rows(column, row)
+                                                               : tile.along_columns(row, column), is_bfloat16);
             } else {
                 const int thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2, i = row % 16 / 8 + column / 8 * 2;
                 a[row][column] = half_of(x.a[thread][i], column % 2, is_bfloat16);

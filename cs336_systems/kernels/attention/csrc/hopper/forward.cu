@@ -199,7 +199,7 @@ __device__ inline void compute(const Parameters& x, int group) {
             fence_registers();
 #pragma unroll
             for (int d = 0; d < HEAD / 16; d++)
-                multiply<T, false>(s, F::q(group).along_columns(d), F::k(step).along_columns(d), d > 0);
+                multiply_tiles<T, false, false>(s, F::q(group).along_columns(d), F::k(step).along_columns(d), d > 0);
             commit_products();
         };
         const auto start_output = [&](int step, bool add) {
@@ -207,7 +207,7 @@ __device__ inline void compute(const Parameters& x, int group) {
             fence_registers();
 #pragma unroll
             for (int n = 0; n < F::KEYS / 16; n++)
-                multiply<T, true>(o, p[n], F::v(step).along_rows(n), add || n > 0);
+                multiply_registers<T>(o, p[n], F::v(step).along_rows(n), add || n > 0);
             commit_products();
         };
         // The online softmax: s becomes probabilities. With a new maximum, the sums so far shrink by 2^(old - new).

@@ -45,13 +45,16 @@ struct SwizzledTile {
         return block(column / 64) + row * 128 + ((column % 64 / 8) ^ (row % 8)) * 16 + column % 8 * 2;
     }
 
-    // The operand whose sums are over columns 16 step to 16 step + 15.
-    __device__ uint64_t along_columns(int step) const {
-        return descriptor(block(step / 4) + step % 4 * 32, 16);
+    // The operand whose sums are over columns 16 step to 16 step + 15, from a row on, a multiple of 8.
+    __device__ uint64_t along_columns(int step, int row = 0) const {
+        return descriptor(block(step / 4) + row * 128 + step % 4 * 32, 16);
     }
 
-    // The operand whose sums are over rows 16 step to 16 step + 15.
-    __device__ uint64_t along_rows(int step) const { return descriptor(address + step * 2 * ATOM, BLOCK_BYTES); }
+    // The operand whose sums are over rows 16 step to 16 step + 15, from a column on, a multiple of 8; it may be within
+    // a block if the operand ends in the same one.
+    __device__ uint64_t along_rows(int step, int column = 0) const {
+        return descriptor(block(column / 64) + step * 2 * ATOM + column % 64 * 2, BLOCK_BYTES);
+    }
 
     __device__ static uint64_t descriptor(uint32_t from, int leading) {
         constexpr uint64_t SWIZZLE_128 = 1ull << 62, STRIDE = static_cast<uint64_t>(ATOM / 16) << 32;
