@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 
 from cs336_systems.kernels.attention import flash_cuda, flash_cuda_hopper
-from cs336_systems.kernels.attention.flash_torch import compiled_backward
 from tests.kernels.emulated_flash_cuda import Change, compiled, copy_sources, run
 
 BLOCKS = 2
@@ -22,7 +21,7 @@ BLOCKS = 2
 def emulated(*changes: Change) -> Iterator[None]:
     """A context in which `flash_cuda_hopper` runs CPU tensors in the emulator, with its sources changed as given.
 
-    A fault that the emulator finds is the error of a launch, a RuntimeError. Gradients are those of `flash_torch`.
+    A fault that the emulator finds is the error of a launch, a RuntimeError.
     """
     module = flash_cuda_hopper
     stream = SimpleNamespace(cuda_stream=None)
@@ -33,20 +32,20 @@ def emulated(*changes: Change) -> Iterator[None]:
             _card=lambda device: (BLOCKS, 2**25),
             _library=functools.partial(library, changes),
         ),
-        mock.patch.object(flash_cuda, "backward", compiled_backward),
         mock.patch.multiple(torch.cuda, device=contextlib.nullcontext, current_stream=lambda: stream),
     ):
         yield
 
 
 @functools.cache
-def library(changes: tuple[Change, ...], dtype: torch.dtype, head_size: int) -> Callable[..., bytes | None]:
+def library(changes: tuple[Change, ...], dtype: torch.dtype, head_size: int) -> Mapping[str, flash_cuda.Launcher]:
     """The sources compiled with the emulator's units in the place of the GPU's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_sources(folder, changes)
-        kernel = compiled(folder, "hopper/forward.cu", flash_cuda.definitions(dtype, head_size))
+        definitions = flash_cuda.definitions(dtype, head_size)
+        kernels = [compiled(folder, f"hopper/{name}.cu", definitions) for name in ("forward", "backward")]
         machine = compiled(folder, "hopper/machine.cpp", ["-O3", "-march=native"])
         linked = folder / "library.so"
-        run(["g++", "-shared", kernel, machine, "-o", linked], folder)
-        return flash_cuda_hopper.function_of(linked)
+        run(["g++", "-shared", *kernels, machine, "-o", linked], folder)
+        return flash_cuda_hopper.functions_of(linked)

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(128, 1) copy_kernel(const __grid_constant__ Ma
         const int half = threadIdx.x / ROWS * (HEAD / 2);
         const auto element = shared_pointer<ELEMENT>(tile.at(threadIdx.x % ROWS, half + column));
         const ELEMENT x = *element;
-        *element = from_float<ELEMENT>(1.0f + static_cast<float>(x));
+        *element = from_float<ELEMENT>(1.0f + to_float(x));
     }
     fence_async();
     __syncthreads();

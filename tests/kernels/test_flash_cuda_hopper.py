@@ -78,40 +78,50 @@ def test_unsupported_inputs_are_named() -> None:
         flash_cuda_hopper(q[..., :64].float(), q[..., :64].float(), q[..., :64].float())
 
 
-def compiled(tmp_path: Path, dtype: torch.dtype, head_size: int) -> tuple[Path, str]:
-    """The kernel's machine code, and what the compiler says."""
-    made = tmp_path / "forward.cubin"
-    options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *module.FLAGS]
+def compiled(source: str, tmp_path: Path, dtype: torch.dtype, head_size: int) -> tuple[str, str]:
+    """The machine code of a source, and what the compiler says."""
+    made = tmp_path / "kernels.cubin"
+    # PyTorch adds these four to every build.
+    without = [f"-D__CUDA_NO_{x}__" for x in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")]
+    without.append("-D__CUDA_NO_BFLOAT16_CONVERSIONS__")
+    options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *without, *module.FLAGS]
     command = ["nvcc", *options, *flash_cuda.definitions(dtype, head_size), "-cubin", "-o", str(made)]
-    built = subprocess.run([*command, str(module.SOURCES / "forward.cu")], capture_output=True, text=True)
+    built = subprocess.run([*command, str(module.SOURCES / f"{source}.cu")], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    return made, built.stdout + built.stderr
+    triton = pytest.importorskip("triton")
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    listing = subprocess.run([disassembler, "-c", made], capture_output=True, text=True, check=True).stdout
+    return listing, built.stdout + built.stderr
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 @pytest.mark.parametrize(
-    "dtype, head_size",
+    "source, dtype, head_size",
     [
-        (torch.bfloat16, 64),
-        (torch.float16, 128),
-        pytest.param(torch.bfloat16, 128, marks=pytest.mark.slow),
-        pytest.param(torch.float16, 64, marks=pytest.mark.slow),
+        ("forward", torch.bfloat16, 64),
+        ("forward", torch.float16, 128),
+        ("backward", torch.bfloat16, 128),
+        pytest.param("forward", torch.bfloat16, 128, marks=pytest.mark.slow),
+        pytest.param("forward", torch.float16, 64, marks=pytest.mark.slow),
+        pytest.param("backward", torch.float16, 64, marks=pytest.mark.slow),
+        pytest.param("backward", torch.float16, 128, marks=pytest.mark.slow),
+        pytest.param("backward", torch.bfloat16, 64, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_compiles_without_spills_and_waits(dtype: torch.dtype, head_size: int, tmp_path: Path) -> None:
+def test_compiles_without_spills_and_waits(source: str, dtype: torch.dtype, head_size: int, tmp_path: Path) -> None:
     """ptxas reports products that it makes wait for each other (C7512, C7514, C7515) and registers it keeps in memory.
 
-    In the loop over the keys the exponentials have to be between the wait for the scores and that for the output.
+    In the forward pass' loop over the keys the exponentials have to be between the wait for the scores and that for the
+    output.
     """
-    made, messages = compiled(tmp_path, dtype, head_size)
+    listing, messages = compiled(source, tmp_path, dtype, head_size)
     assert "(C7" not in messages, messages
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in messages
-    triton = pytest.importorskip("triton")
-    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    listing = subprocess.run([disassembler, "-c", made], capture_output=True, text=True, check=True).stdout
-    landmarks = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x\d", listing)
-    loops = "".join({"H": ".", "M": "x"}.get(each[0], each[-1]) for each in landmarks)
-    products = {64: r"\.{12}", 128: r"\.{16}"}[head_size]  # S and O += P v, 16 of D or of the keys at a time
-    # Without and with a mask: 64 probabilities and two factors for the rows' sums, beside the second product.
-    assert len(re.findall(products + "1x{66}0", loops)) == 2, loops
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", messages)
+    assert spills == [("0", "0", "0")] * {"forward": 1, "backward": 3}[source]
+    if source == "forward":
+        landmarks = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x\d", listing)
+        loops = "".join({"H": ".", "M": "x"}.get(each[0], each[-1]) for each in landmarks)
+        products = {64: r"\.{12}", 128: r"\.{16}"}[head_size]  # S and O += P v, 16 of D or of the keys at a time
+        # Without and with a mask: 64 probabilities and two factors for the rows' sums, beside the second product.
+        assert len(re.findall(products + "1x{66}0", loops)) == 2, loops

@@ -1,15 +1,19 @@
 """flash_cuda_hopper without a GPU: its sources under an emulator of Hopper's asynchronous units."""
 
-import math
 import shutil
-from typing import Any
 
 import pytest
 import torch
 
-from cs336_basics.attention import Documents
 from cs336_systems.kernels.attention.flash_cuda_hopper import FlashAttentionCudaHopper, flash_cuda_hopper
-from tests.kernels.attention_cases import CASES, Case, check_case, plain_attention
+from tests.kernels.attention_cases import (
+    CASES,
+    Case,
+    check_case,
+    check_hidden_tiles_are_skipped,
+    gradients,
+    plain_attention,
+)
 from tests.kernels.emulated_flash_cuda import Change
 from tests.kernels.emulated_flash_cuda_hopper import emulated
 
@@ -48,17 +52,9 @@ def test_all_cases(dtype: torch.dtype, case: Case) -> None:
 
 
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("mask", ["window", "documents"])
-def test_hidden_tiles_are_skipped(mask: str, d: int) -> None:
-    """Keys before the middle third are NaN, which would spread from tiles that are only masked."""
-    documents = Documents.from_numbers(torch.arange(384) // 128)
-    limits: dict[str, Any] = {"window": 1} if mask == "window" else {"documents": documents}
-    q, k, v, _ = (x.detach() for x in Case(384, 384, d, leading=(1,)).inputs(torch.float16, "cpu"))
+def test_hidden_tiles_are_skipped(d: int) -> None:
     with emulated():
-        clean = flash_cuda_hopper(q, k, v, True, **limits)
-        k[:, :128] = v[:, :128] = math.nan
-        poisoned = flash_cuda_hopper(q, k, v, True, **limits)
-    assert torch.equal(poisoned[:, 128:], clean[:, 128:])
+        check_hidden_tiles_are_skipped(flash_cuda_hopper, torch.float16, d)
 
 
 FAULTS: dict[str, tuple[Change, str]] = {
@@ -139,13 +135,59 @@ def test_the_emulator_finds_faults(fault: str) -> None:
         flash_cuda_hopper(q, k, v)
 
 
+BACKWARD = "hopper/backward.cu"
+BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
+    "dq written before TMA has added it": (
+        (BACKWARD,
+         "if (is_first) wait_until_stores_have_read();\n            meet(B::own(group), 128);\n#pragma unroll\n"
+         "            for (int j", "meet(B::own(group), 128);\n            for (int j"),
+        "shared memory written before a store has read it",
+    ),
+    "dq added without a fence": (
+        (BACKWARD, "fence_async();\n            meet(B::own(group), 128);\n            if (is_first) {\n"
+         "                const int64_t", "meet(B::own(group), 128);\n            if (is_first) {\n"
+         "                const int64_t"),
+        "shared memory used without fence_async",
+    ),
+    "dS without a fence": ((BACKWARD, "fence_async();\n        __syncwarp();", "__syncwarp();"),
+                           "shared memory used without fence_async"),
+    "dS of a warp's other lanes": ((BACKWARD, "fence_async();\n        __syncwarp();", "fence_async();"),
+                                   "shared memory read without a barrier"),
+    "dS of the other warpgroup": ((BACKWARD, "B::ds_ready(i).wait(i / 2 & 1);", ""),
+                                  "shared memory read without a barrier"),
+    "dS written while a product reads": ((BACKWARD, "B::empty(step + 1).wait(B::parity(step + 1) ^ 1);", ""),
+                                         "an operand written while a product reads it"),
+    "queries before their barrier": ((BACKWARD, "B::full(step).wait(B::parity(step));", ""),
+                                     "shared memory read before"),
+    "keys given back too early": (
+        (BACKWARD, "B::barrier(B::KV_FULL).wait(i & 1);",
+         "B::barrier(B::KV_FULL).wait(i & 1); release(B::barrier(B::KV_EMPTY));"),
+        "shared memory read before the barrier of its load",
+    ),
+    "dK written before TMA has added dQ": (
+        (BACKWARD,
+         "if (is_first) wait_until_stores_have_read();\n            meet(B::own(group), 128);\n#pragma unroll\n"
+         "            for (int n", "meet(B::own(group), 128);\n            for (int n"),
+        "shared memory written before a store has read it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BACKWARD_FAULTS)
+def test_the_emulator_finds_faults_of_the_backward_pass(fault: str) -> None:
+    change, found = BACKWARD_FAULTS[fault]
+    q, k, v, dO = Case(300, 300, 64, leading=(1,)).inputs(torch.bfloat16, "cpu")
+    with emulated(change), pytest.raises(RuntimeError, match=f"^hopper_backward was not launched: {found}"):
+        gradients(flash_cuda_hopper(q, k, v), [q, k, v], dO)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         ("hopper/swizzle.cuh", "(row % 8)) * 16 + column % 8", "(row % 4)) * 16 + column % 8"),
         ("hopper/swizzle.cuh", "step % 4 * 32", "step % 4 * 16"),
         ("hopper/swizzle.cuh", "step * 2 * ATOM", "step * ATOM"),
-        ("hopper/swizzle.cuh", "address + step * 2 * ATOM, BLOCK_BYTES", "address + step * 2 * ATOM, 1024"),
+        ("hopper/swizzle.cuh", "column % 64 * 2, BLOCK_BYTES", "column % 64 * 2, 1024"),
     ],
     ids=["elements", "columns", "rows", "blocks"],
 )

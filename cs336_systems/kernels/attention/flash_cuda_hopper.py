@@ -1,4 +1,4 @@
-"""FlashAttention for Hopper in CUDA C++, without a template library: the forward pass of `csrc/hopper/forward.cu`.
+"""FlashAttention for Hopper in CUDA C++, without a template library: the kernels of `csrc/hopper`.
 
 The sources, to be read in this order, each beginning with an explanation:
 
@@ -8,16 +8,19 @@ The sources, to be read in this order, each beginning with an explanation:
   swizzle.cuh     tiles in shared memory, and the descriptors by which matrix products read them
   wgmma.cuh       matrix products of a warpgroup, in the background
   registers.cuh   registers moved from one warpgroup to another
-  forward.cu      the kernel
+  work.cuh        the problem, and its division into tiles
+  forward.cu      O and the logsumexp
+  backward.cu     dQ, dK and dV in one walk over the queries
 
 They are compiled on first use, as those of `flash_cuda` are, for compute capability 9.0 alone. `flash_cuda` runs them
-where the environment variable CS336_FLASH_CUDA is "hopper". There is no backward pass yet: gradients come from
-`flash_cuda`'s kernels, or from `flash_torch`'s formulas if there are windows, documents or grouped heads.
+where the environment variable CS336_FLASH_CUDA is "hopper": no GPU has measured them yet.
 """
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -28,7 +31,7 @@ from cs336_basics.attention import Documents
 from . import flash_cuda
 from .contract import Band, as_4d, band_of, can_use_tma, check_qkv, group_size
 from .flash_torch import compiled_backward
-from .function import Saved, empty_outputs, flash_function, new_outputs
+from .function import Saved, empty_outputs, flash_function, new_gradients, new_outputs
 
 SOURCES = flash_cuda.SOURCES / "hopper"
 HEAD_SIZES = (64, 128)
@@ -36,7 +39,8 @@ HEAD_SIZES = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 FLAGS = ("-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-Werror,-warn-spills")
 """sm_90a has the matrix products of warpgroups. ptxas warns of products that wait for each other, and of spills."""
-_PARAMETERS = ("problem", "q", "k", "v", "o", "logsumexp", "starts", "counter", "stream")
+_PARAMETERS = {"hopper_forward": 9, "hopper_backward": 15}
+"""The numbers of parameters of the functions in csrc/hopper, all pointers."""
 
 
 def flash_cuda_hopper(
@@ -51,7 +55,8 @@ def flash_cuda_hopper(
     """softmax(q k^T / sqrt(D)) v for bfloat16 and float16, D up to 128, any lengths, strides and grouped heads.
 
     Scores, softmax and accumulators are float32; probabilities are rounded to q's type before they multiply v. Tensors
-    that TMA cannot move are copied. The result has the same bits every time.
+    that TMA cannot move are copied. Blocks add to dQ in any order, so its last bits differ from run to run; with
+    `torch.use_deterministic_algorithms(True)` other kernels compute the gradients, the same bits every time.
 
     Raises ValueError for arguments it does not accept and RuntimeError if the kernels cannot be compiled.
     """
@@ -64,39 +69,64 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, band: Band | None 
     if (outputs := empty_outputs(q, k)) is not None:
         return outputs
     o, logsumexp = new_outputs(q)
-    views = {name: _movable(as_4d(x)) for name, x in (("q", q), ("k", k), ("v", v))}
-    written = as_4d(o) if can_use_tma(as_4d(o)) else _padded(as_4d(o))
-    batch, heads, n_q, head_size = views["q"].shape
-    key_heads, n_k = views["k"].shape[1:3]
-    multiprocessors, cache = _card(q.device)
-    in_cache = cache // 8 // (2 * n_k * head_size * q.element_size()) * heads // key_heads
-    window = 2**31 - 1 if band is None or band.window is None else min(band.window, n_k)
-    problem = _Problem(
-        batch, heads, key_heads, n_q, n_k, head_size, is_causal, window, max(4, in_cache), multiprocessors
-    )  # fmt: skip
+    written = _written(o)
     starts = None if band is None or band.starts is None else band.starts.contiguous()
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
-    views["o"] = written
-    with torch.cuda.device(q.device):
-        error = _library(q.dtype, next(size for size in HEAD_SIZES if size >= head_size))(
-            ctypes.byref(problem),
-            *(ctypes.byref(flash_cuda.View.of(views[name])) for name in "qkvo"),
-            logsumexp.data_ptr(),
-            None if starts is None else starts.data_ptr(),
-            counter.data_ptr(),
-            torch.cuda.current_stream().cuda_stream,
-        )
-    if error is not None:
-        raise RuntimeError(f"hopper_forward was not launched: {error.decode()}")
-    if written.data_ptr() != o.data_ptr():
-        as_4d(o).copy_(written)
+    _call("hopper_forward", _problem(q, k, k, is_causal, band), q, k, v, written, logsumexp, starts, counter)
+    _copy_back(o, written)
     return o, logsumexp
 
 
 def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; those that are not needed have no elements."""
-    is_plain = saved.band is None and group_size(saved.q, saved.k) == 1
-    return (flash_cuda.backward if is_plain else compiled_backward)(dO, saved, need_dq, need_dkv)
+    q, k, v, o, logsumexp, is_causal, band = saved
+    if torch.are_deterministic_algorithms_enabled():
+        is_plain = band is None and group_size(q, k) == 1
+        return (flash_cuda.backward if is_plain else compiled_backward)(dO, saved, need_dq, need_dkv)
+    gradients = new_gradients(q, k, v, True, True)
+    written = [_written(x) for x in gradients]
+    ends = None if band is None or band.ends is None else band.ends.contiguous()
+    head_size = _built_for(q)
+    rows = q.shape[:-2].numel() * -(-q.shape[-2] // 64) * 64
+    starts, sums = (q.new_empty(rows * columns, dtype=torch.float32) for columns in (2, head_size))
+    counter = torch.empty(1, dtype=torch.int32, device=q.device)
+    problem = _problem(q, k, q, is_causal, band)
+    _call("hopper_backward", problem, q, k, v, o, dO, *written, logsumexp, ends, starts, sums, counter)
+    for x, of_x in zip(gradients, written, strict=True):
+        _copy_back(x, of_x)
+    dq, dk, dv = gradients
+    return dq if need_dq else q.new_empty(0), *((dk, dv) if need_dkv else (k.new_empty(0), v.new_empty(0)))
+
+
+def _problem(q: Tensor, k: Tensor, looped_over: Tensor, is_causal: bool, band: Band | None) -> "_Problem":
+    """looped_over: one of the two tensors that each block reads whole, of which the L2 cache should hold some heads."""
+    batch, heads, n_q, head_size = as_4d(q).shape
+    key_heads, n_k = as_4d(k).shape[1:3]
+    multiprocessors, cache = _card(q.device)
+    head_bytes = 2 * looped_over.shape[-2] * head_size * q.element_size()
+    tiled_heads, looped_heads = (heads, key_heads) if looped_over is k else (key_heads, heads)
+    together = max(4, cache // 8 // head_bytes * tiled_heads // looped_heads)
+    window = 2**31 - 1 if band is None or band.window is None else min(band.window, n_k)
+    return _Problem(batch, heads, key_heads, n_q, n_k, head_size, is_causal, window, together, multiprocessors)
+
+
+def _call(name: str, problem: "_Problem", *tensors: Tensor | None) -> None:
+    """Call a function of csrc/hopper on the current stream: tensors (..., N, D) as views, others as pointers."""
+    q = tensors[0]
+    assert q is not None
+    arguments: list[Any] = []
+    for x in tensors:
+        if x is None:
+            arguments.append(None)
+        elif x.dtype == q.dtype:
+            arguments.append(ctypes.byref(flash_cuda.View.of(_movable(as_4d(x)))))
+        else:
+            arguments.append(x.data_ptr())
+    with torch.cuda.device(q.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        error = _library(q.dtype, _built_for(q))[name](ctypes.byref(problem), *arguments, stream)
+    if error is not None:
+        raise RuntimeError(f"{name} was not launched: {error.decode()}")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
@@ -117,9 +147,24 @@ def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 FlashAttentionCudaHopper = flash_function("flash_cuda_hopper", forward, backward, _check_supported)
 
 
+def _built_for(q: Tensor) -> int:
+    return next(size for size in HEAD_SIZES if size >= q.shape[-1])
+
+
 def _movable(x: Tensor) -> Tensor:
     """x, or a copy if TMA cannot move it."""
     return x if can_use_tma(x) else _padded(x).copy_(x)
+
+
+def _written(x: Tensor) -> Tensor:
+    """The tensor that a kernel writes in the place of x: x itself, if TMA can move it."""
+    x = as_4d(x)
+    return x if can_use_tma(x) else _padded(x)
+
+
+def _copy_back(x: Tensor, written: Tensor) -> None:
+    if written.data_ptr() != x.data_ptr():
+        as_4d(x).copy_(written)
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -146,15 +191,17 @@ class _Problem(ctypes.Structure):
 
 
 @functools.cache
-def _library(dtype: torch.dtype, head_size: int) -> flash_cuda.Launcher:
-    """`hopper_forward`, compiled if necessary."""
+def _library(dtype: torch.dtype, head_size: int) -> Mapping[str, flash_cuda.Launcher]:
+    """The functions of csrc/hopper, compiled if necessary."""
     flags = (*FLAGS, *flash_cuda.definitions(dtype, head_size))
     name = f"cs336_flash_cuda_sm90a_{flash_cuda.ELEMENTS[dtype].strip('_')}_{head_size}"
-    return function_of(flash_cuda.compiled(name, (SOURCES / "forward.cu",), flags))
+    return functions_of(flash_cuda.compiled(name, (SOURCES / "forward.cu", SOURCES / "backward.cu"), flags))
 
 
-def function_of(path: Path) -> flash_cuda.Launcher:
-    """`hopper_forward` of a compiled library."""
-    function = ctypes.CDLL(str(path)).hopper_forward
-    function.argtypes, function.restype = [ctypes.c_void_p] * len(_PARAMETERS), ctypes.c_char_p
-    return function
+def functions_of(path: Path) -> Mapping[str, flash_cuda.Launcher]:
+    """The functions of a compiled library."""
+    library = ctypes.CDLL(str(path))
+    for name, parameters in _PARAMETERS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_void_p] * parameters, ctypes.c_char_p
+    return {name: getattr(library, name) for name in _PARAMETERS}

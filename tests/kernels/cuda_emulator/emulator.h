@@ -38,6 +38,10 @@ struct float2 {
     float x, y;
 };
 
+struct float4 {
+    float x, y, z, w;
+};
+
 struct __half {
     _Float16 value;
     operator float() const { return static_cast<float>(value); }
@@ -60,6 +64,7 @@ void writes(uint32_t address, int bytes);
 void copies(uint32_t to, const void* from, int bytes, bool inside);  // until the thread waits
 void wait_for_copies();
 void wait_for_block();
+void wait_for_warp();
 
 // An operation of the 32 lanes of a warp together: each gives `in` and gets `out` when all have arrived.
 enum class Together { load, load_transposed, multiply_half, multiply_bfloat16, multiply_tf32, exchange };
@@ -91,6 +96,7 @@ struct Pointer {
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::wait_for_block(); }
+inline void __syncwarp() { emulator::wait_for_warp(); }
 
 inline float __shfl_xor_sync(unsigned, float x, uint32_t mask) {
     const uint32_t in[2] = {__float_as_uint(x), mask};

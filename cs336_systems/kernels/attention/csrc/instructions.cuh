@@ -114,6 +114,9 @@ __device__ inline uint32_t pack(float low, float high) {
     return u.bits;
 }
 
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
 template <typename T>
 __device__ inline T from_float(float x) {
     if constexpr (std::is_same_v<T, float>)

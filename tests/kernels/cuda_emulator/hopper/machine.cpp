@@ -393,7 +393,7 @@ void run_block() {
     operations.resize(count / GROUP);
     const int width = load_unit(BARRIERS);
     unit_times.assign(width, 0);
-    named.assign(16, NamedBarrier());
+    named.assign(16 + count / WARP, NamedBarrier());  // after the sixteen, one for each warp
     for (NamedBarrier& barrier : named) barrier.coming.assign(width, 0), barrier.complete.assign(width, 0);
     registers.assign(count / WARP, 65536 / count / 8 * 8);
     for (int i = 0; i < count; i++) {
@@ -477,6 +477,8 @@ void named_barrier(int name, int count, bool waits) {
 }
 
 void wait_for_block() { named_barrier(0, count, true); }
+
+void wait_for_warp() { named_barrier(16 + current / WARP, WARP, true); }
 
 void fence_async() {
     self().fences.push_back(self().clock[current]);
@@ -630,7 +632,7 @@ void run(int64_t blocks, int thread_count, int shared_bytes, const std::function
     count = thread_count;
     gridDim.x = static_cast<unsigned>(blocks);
     if (count > static_cast<int>(threads.size())) threads.resize(count);
-    const std::unique_ptr<unsigned char[]> memory(new unsigned char[shared_bytes]);
+    const std::unique_ptr<unsigned char[]> memory(new unsigned char[std::max(shared_bytes, 1)]);
     shared = memory.get(), shared_size = shared_bytes, body = &thread;
     for (int64_t block = 0; block < blocks && error.empty(); block++) {
         blockIdx.x = static_cast<unsigned>(block);

@@ -24,19 +24,12 @@
 #include "swizzle.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+#include "work.cuh"
 
 #include "../launch.cuh"
 #include "../rows.cuh"
 
-#include <cmath>
-
-// As Python hands it over: flash_cuda_hopper.py has the same structure.
-struct Problem {
-    int64_t batch, heads, key_heads, n_q, n_k, head_size, is_causal;
-    int64_t window;          // how many keys a query sees, up to its own; at least n_k if there is no window
-    int64_t heads_together;  // so many heads' tiles are computed at a time: their keys and values fit the L2 cache
-    int64_t blocks;          // one a multiprocessor
-};
+namespace {
 
 template <int HEAD>
 struct Forward {
@@ -79,13 +72,11 @@ struct Forward {
     __device__ static int own(int group) { return 1 + GROUPS + group; }
 };
 
-struct Parameters {
+struct Parameters : Sizes32 {
     TensorMap q, k, v, o;
     float* logsumexp;   // (B, H, n_q)
     const int* starts;  // (B, n_q): the first key of each query's document; or null
     int* counter;       // tiles that were taken, not counting each block's first
-    int heads, key_heads, n_q, n_k, is_causal, window, heads_together, tiles;
-    float scale;
 
     // The first key that a query sees, as far as the band goes.
     __device__ int first_key(int batch, int query) const {
@@ -105,16 +96,13 @@ struct Place {
 
     __device__ Place(const Parameters& x, int tile) {
         constexpr int TILE = Forward<HEAD>::TILE, KEYS = Forward<HEAD>::KEYS;
-        const int of_head = (x.n_q + TILE - 1) / TILE, all_heads = x.tiles / of_head;
-        const int first = tile / (of_head * x.heads_together) * x.heads_together;
-        const int together = min(x.heads_together, all_heads - first);
-        const int within = tile - first * of_head;
-        const int batch_head = first + within % together;
-        batch = batch_head / x.heads, head = batch_head % x.heads;
+        const int blocks = blocks_of(x.n_q, TILE);
+        const TileOf of(x, tile, blocks);
+        batch = of.head / x.heads, head = of.head % x.heads;
         key_head = head / (x.heads / x.key_heads);
-        query0 = (of_head - 1 - within / together) * TILE;  // causal: the longest first
+        query0 = (blocks - 1 - of.block) * TILE;  // causal: the longest first
         begin = x.first_key(batch, query0) / KEYS;
-        end = (x.end_of_keys(query0 + TILE) + KEYS - 1) / KEYS;
+        end = blocks_of(x.end_of_keys(query0 + TILE), KEYS);
     }
 };
 
@@ -178,9 +166,8 @@ __device__ inline void compute(const Parameters& x, int group) {
         // The warpgroup's tiles of keys are from begin to before end. The rows see all keys of those from `whole` on,
         // but the last. This thread's rows h = 0, 1 see the keys first[h] to last[h].
         const int begin = x.first_key(place.batch, query0) / F::KEYS;
-        const int end = (x.end_of_keys(query0 + F::ROWS) + F::KEYS - 1) / F::KEYS;
-        const int whole =
-            min((x.first_key(place.batch, query0 + F::ROWS - 1) + F::KEYS - 1) / F::KEYS, end - 1);
+        const int end = blocks_of(x.end_of_keys(query0 + F::ROWS), F::KEYS);
+        const int whole = min(blocks_of(x.first_key(place.batch, query0 + F::ROWS - 1), F::KEYS), end - 1);
         int first[2], last[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -347,6 +334,8 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS, 1)
     }
 }
 
+}  // namespace
+
 // o has q's sizes, logsumexp is (B, H, n_q), starts is (B, n_q) or null, counter is one number. Returns null or an error
 // message.
 extern "C" const char* hopper_forward(const Problem* problem, const View* q, const View* k, const View* v,
@@ -355,7 +344,7 @@ extern "C" const char* hopper_forward(const Problem* problem, const View* q, con
     const Problem& p = *problem;
     const int64_t tiles = (p.n_q + F::TILE - 1) / F::TILE * p.batch * p.heads;
     if (tiles > INT_MAX - p.blocks) return "the problem has more tiles than a 32-bit number counts";
-    Parameters x;
+    Parameters x{Sizes32(p, tiles)};
     const auto map = [&](TensorMap& map, const View* view, int64_t heads, int64_t n, int rows) {
         return make_tensor_map<ELEMENT>(map, *view, p.batch, heads, n, p.head_size, rows);
     };
@@ -366,11 +355,6 @@ extern "C" const char* hopper_forward(const Problem* problem, const View* q, con
     if (error == nullptr) error = clear(counter, sizeof(int), stream);
     if (error != nullptr) return error;
     x.logsumexp = logsumexp, x.starts = starts, x.counter = counter;
-    x.heads = static_cast<int>(p.heads), x.key_heads = static_cast<int>(p.key_heads);
-    x.n_q = static_cast<int>(p.n_q), x.n_k = static_cast<int>(p.n_k);
-    x.is_causal = static_cast<int>(p.is_causal), x.window = static_cast<int>(p.window);
-    x.heads_together = static_cast<int>(p.heads_together), x.tiles = static_cast<int>(tiles);
-    x.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.head_size)));
     return launch(hopper_forward_kernel<ELEMENT, HEAD_SIZE>, tiles < p.blocks ? tiles : p.blocks, F::THREADS,
                   F::SHARED_BYTES, stream, x);
 }

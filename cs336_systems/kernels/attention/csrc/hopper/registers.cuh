@@ -29,3 +29,10 @@ template <int REGISTERS>
 __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
+
+// x, of which the compiler knows nothing: so it computes descriptors from it where they are used. Otherwise it computes
+// all that are the same in each turn of a loop before the loop, and has no registers to keep them in.
+__device__ inline uint32_t forget(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
