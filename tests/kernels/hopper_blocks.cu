@@ -87,6 +87,33 @@ __global__ void __launch_bounds__(128, 1)
         output[(row + e / 2 % 2 * 8) * HEAD + e / 4 * 8 + column + e % 2] = o[e];
 }
 
+// output (64 x HEAD / 2) = x^T y for the columns of y from `column` on: 128 rows of both, 64 columns of x.
+__global__ void __launch_bounds__(128, 1)
+    transposed_kernel(const __grid_constant__ Maps maps, int column, float* output) {
+    const SwizzledTile<KEYS, 64> x{shared_memory()};
+    const Keys y{x.address + x.BYTES};
+    const Barrier barrier{y.address + Keys::BYTES};
+    begin(barrier);
+    if (threadIdx.x == 0) {
+        barrier.expect(x.BYTES + Keys::BYTES);
+        load_tile(x.address, maps.x, barrier, 0, 0, 0, 0);
+        for (int i = 0; i < HEAD / 64; i++) load_tile(y.block(i), maps.y, barrier, 0, 0, 0, 64 * i);
+    }
+    barrier.wait(0);
+    float o[HEAD / 4];
+    fence_registers();
+#pragma unroll
+    for (int n = 0; n < KEYS / 16; n++)
+        multiply_tiles<ELEMENT, true, true>(o, x.along_rows(n), y.along_rows(n, column), n > 0);
+    commit_products();
+    wait_for_products<0>();
+    claim(o);
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int e = 0; e < HEAD / 4; e++)
+        output[(row + e / 2 % 2 * 8) * (HEAD / 2) + e / 4 * 8 + threadIdx.x % 4 * 2 + e % 2] = o[e];
+}
+
 // to (256) += 2 from[i] of each block i, and once more: from[i] (256) is loaded, doubled, and added by TMA.
 __global__ void __launch_bounds__(128, 1) sums_kernel(float* to, const float* from) {
     constexpr int BYTES = 1024;
@@ -149,6 +176,15 @@ extern "C" const char* products(const View* x, const View* y, const View* z, flo
     if (error != nullptr) return error;
     return launch(products_kernel, 1, 128, Rows::BYTES + 2 * Keys::BYTES + Barrier::BYTES, stream, maps, scores,
                   output);
+}
+
+extern "C" const char* transposed(const View* x, const View* y, const int64_t* column, float* output, void* stream) {
+    Maps maps;
+    const char* error = make_tensor_map<ELEMENT>(maps.x, *x, 1, 1, KEYS, 64, KEYS);
+    if (error == nullptr) error = make_tensor_map<ELEMENT>(maps.y, *y, 1, 1, KEYS, HEAD, KEYS);
+    if (error != nullptr) return error;
+    return launch(transposed_kernel, 1, 128, SwizzledTile<KEYS, 64>::BYTES + Keys::BYTES + Barrier::BYTES, stream, maps,
+                  static_cast<int>(*column), output);
 }
 
 extern "C" const char* sums(float* to, const float* from, const int64_t* blocks, void* stream) {

@@ -1,16 +1,19 @@
-"""Runs every kernel of `flash_cuda` on small corner cases, under a checker; see `test_flash_cuda.py`.
+"""Runs every kernel of `flash_cuda` or `flash_cuda_hopper` on small corner cases, under a checker.
 
 The expected results are computed on the CPU, because the checkers are slow and check PyTorch's kernels too.
 """
 
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cs336_systems.kernels.attention import flash_cuda as module
 from cs336_systems.kernels.attention.flash_cuda import flash_cuda
+from cs336_systems.kernels.attention.flash_cuda_hopper import flash_cuda_hopper
 from tests.kernels.attention_cases import NAMES, Case, gradients, plain_attention
 
 HEAD_SIZES = (1, 40, 64, 80, 128, 200)
@@ -23,14 +26,22 @@ CASES = tuple(
 )
 
 LARGEST = Case(129, 129, 128)
+HOPPER_CASES = (
+    *(case for case in CASES if case.d <= 128),
+    *(
+        Case(n_q, n_k, d, (1, 3), is_causal)
+        for (n_q, n_k), d, is_causal in itertools.product(((500, 700), (700, 300)), (64, 128), (False, True))
+    ),
+)
 
 
-def run(cases: tuple[Case, ...] = CASES) -> int:
+def run(cases: tuple[Case, ...] = CASES, attention: Callable[..., Tensor] = flash_cuda) -> int:
     """Run both passes of each case and compare them roughly. Returns the number of cases."""
     count = 0
-    for case, dtype in itertools.product(cases, (torch.bfloat16, torch.float16, torch.float32)):
+    dtypes = (torch.bfloat16, torch.float16, *([torch.float32] if attention is flash_cuda else []))
+    for case, dtype in itertools.product(cases, dtypes):
         q, k, v, dO = case.inputs(dtype, "cuda")
-        found = gradients(flash_cuda(q, k, v, case.is_causal), [q, k, v], dO)
+        found = gradients(attention(q, k, v, case.is_causal), [q, k, v], dO)
         *inputs, dO = (x.detach().cpu().float() for x in (q, k, v, dO))
         inputs = [x.requires_grad_() for x in inputs]
         expected = gradients(plain_attention(*inputs, case.is_causal), inputs, dO)
@@ -54,5 +65,7 @@ def run_beyond_the_end() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["beyond_the_end"]:
         run_beyond_the_end()
+    elif sys.argv[1:] == ["hopper"]:
+        print(f"{run(HOPPER_CASES, flash_cuda_hopper)} cases ran")
     else:
         print(f"{run()} cases ran")

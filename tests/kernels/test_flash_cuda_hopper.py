@@ -11,7 +11,9 @@ import torch
 from cs336_systems.kernels.attention import flash_cuda
 from cs336_systems.kernels.attention import flash_cuda_hopper as module
 from cs336_systems.kernels.attention.flash_cuda_hopper import FlashAttentionCudaHopper, flash_cuda_hopper
+from tests.kernels import run_flash_cuda
 from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests
+from tests.kernels.test_flash_cuda import under_sanitizer
 
 DEVICE = "cuda"
 LENGTHS = ((127, 127), (128, 128), (192, 192), (193, 385), (17, 1000), (1000, 127), (1000, 1000), (300, 555), (5, 0))
@@ -59,6 +61,18 @@ def test_in_a_cuda_graph() -> None:
     o.zero_()
     graph.replay()
     assert torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
+def test_a_sanitizer_finds_nothing(tool: str) -> None:
+    """racecheck does not know TMA and the products of warpgroups; the emulator does."""
+    count = run_flash_cuda.run(run_flash_cuda.HOPPER_CASES, flash_cuda_hopper)  # also compiles the kernels
+    done = under_sanitizer(tool, "hopper")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert f"{count} cases ran" in done.stdout
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
 
 
 def test_flash_cuda_runs_it_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

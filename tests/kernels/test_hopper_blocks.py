@@ -90,6 +90,19 @@ def test_products(device: str, dtype: torch.dtype, head_size: int) -> None:
     assert torch.equal(output, expected @ z[0, 0].float())
 
 
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_transposed_tiles(device: str, dtype: torch.dtype, head_size: int, half: int) -> None:
+    """Both operands lie down the rows, the second one from the middle of a block on where head_size is 64."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(-2, 3, (1, 1, 128, n), generator=generator).to(device, dtype) for n in (64, head_size))
+    output = torch.empty(64, head_size // 2, device=device)
+    column = half * head_size // 2
+    assert call(device, library(device, dtype, head_size).transposed, x, y, [column], output) is None
+    assert torch.equal(output, x[0, 0].float().T @ y[0, 0, :, column : column + head_size // 2].float())
+
+
 def test_sums_in_global_memory(device: str) -> None:
     numbers = torch.arange(5 * 256, device=device, dtype=torch.float32).view(5, 256)
     total = torch.ones(256, device=device)
