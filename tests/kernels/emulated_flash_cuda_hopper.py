@@ -45,7 +45,11 @@ def library(changes: tuple[Change, ...], dtype: torch.dtype, head_size: int) -> 
         copy_sources(folder, changes)
         definitions = flash_cuda.definitions(dtype, head_size)
         kernels = [compiled(folder, f"hopper/{name}.cu", definitions) for name in ("forward", "backward")]
-        machine = compiled(folder, "hopper/machine.cpp", ["-O3", "-march=native"])
         linked = folder / "library.so"
-        run(["g++", "-shared", *kernels, machine, "-o", linked], folder)
+        run(["g++", "-shared", *kernels, *machine(folder), "-o", linked], folder)
         return flash_cuda_hopper.functions_of(linked)
+
+
+def machine(folder: Path) -> list[Path]:
+    """The objects of the emulator."""
+    return [compiled(folder, f"hopper/{name}.cpp", ["-O3", "-march=native"]) for name in ("machine", "products", "tma")]

@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(128, 1)
     uint32_t p[KEYS / 16][4];
     fence_registers();
 #pragma unroll
-    for (int d = 0; d < HEAD / 16; d++) multiply_tiles<ELEMENT, false, false>(s, x.along_columns(d), y.along_columns(d), d > 0);
+    for (int d = 0; d < HEAD / 16; d++)
+        multiply_tiles<ELEMENT, false, false>(s, x.along_columns(d), y.along_columns(d), d > 0);
     commit_products();
     wait_for_products<0>();
     claim(s);

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cs336_systems.kernels.attention import flash_cuda, flash_cuda_hopper
 from tests.kernels.emulated_flash_cuda import Change, compiled, copy_sources, run
+from tests.kernels.emulated_flash_cuda_hopper import machine
 
 SOURCE = Path(__file__).parent / "hopper_blocks.cu"
 DTYPES = [torch.bfloat16, torch.float16]
@@ -42,7 +43,7 @@ def library(device: str, dtype: torch.dtype, head_size: int, *changes: Change) -
         folder = Path(name)
         shutil.copy(SOURCE, folder)
         copy_sources(folder, changes)
-        objects = [compiled(folder, SOURCE.name, definitions), compiled(folder, "hopper/machine.cpp", ["-O3"])]
+        objects = [compiled(folder, SOURCE.name, definitions), *machine(folder)]
         run(["g++", "-shared", *objects, "-o", folder / "library.so"], folder)
         return ctypes.CDLL(str(folder / "library.so"))
 

@@ -1,6 +1,7 @@
-// Hopper's asynchronous units on a CPU: loads and stores by TMA, matrix products of a warpgroup, barriers that count bytes.
+// Hopper's asynchronous units on a CPU: loads and stores by TMA, matrix products of a warpgroup, barriers that count
+// bytes.
 //
-// machine.cpp implements this and emulator.h; the functions of csrc/hopper call it.
+// machine.cpp, tma.cpp and products.cpp implement this and emulator.h; the functions of csrc/hopper call it.
 #pragma once
 
 #include "../emulator.h"

@@ -22,7 +22,8 @@ inline void operand(uint32_t (&a)[4], const float (&c)[N], int step) {
 
 template <typename T, bool A_DOWN_THE_ROWS, bool B_DOWN_THE_ROWS, int N>
 inline void multiply_tiles(float (&c)[N], uint64_t a, uint64_t b, bool add) {
-    emulator::multiply({c, nullptr, a, b, 2 * N, add, A_DOWN_THE_ROWS, B_DOWN_THE_ROWS, std::is_same_v<T, __nv_bfloat16>});
+    constexpr bool IS_BFLOAT16 = std::is_same_v<T, __nv_bfloat16>;
+    emulator::multiply({c, nullptr, a, b, 2 * N, add, A_DOWN_THE_ROWS, B_DOWN_THE_ROWS, IS_BFLOAT16});
 }
 
 template <typename T, int N>

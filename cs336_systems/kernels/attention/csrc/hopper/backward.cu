@@ -16,7 +16,8 @@
 //     products    S, dP ........ | dV ...... | dQ of the tile before, dK ..........
 //     threads     (wait for S)   | P         | dS = P dP, store it   store dQ, TMA adds it
 //
-// Three kernels: `prepare` makes the starts and clears the sums, `gradients` is the walk, `finish` scales and rounds dQ.
+// Three kernels: `prepare` makes the starts and clears the sums, `gradients` is the walk, `finish` scales and rounds
+// dQ.
 #include "registers.cuh"
 #include "swizzle.cuh"
 #include "tma.cuh"
@@ -266,7 +267,8 @@ __device__ inline void compute(const Parameters& x, int group) {
                 for (int n = 0; n < B::QUERIES / 16; n++) operand<T>(p[n], s, n);
                 fence_registers();
 #pragma unroll
-                for (int n = 0; n < B::QUERIES / 16; n++) multiply_registers<T>(dv, p[n], B::d_o(step).along_rows(n), true);
+                for (int n = 0; n < B::QUERIES / 16; n++)
+                    multiply_registers<T>(dv, p[n], B::d_o(step).along_rows(n), true);
                 commit_products();
 
                 wait_for_products<1>();
@@ -281,7 +283,8 @@ __device__ inline void compute(const Parameters& x, int group) {
                 start_dq(step);
                 fence_registers();
 #pragma unroll
-                for (int n = 0; n < B::QUERIES / 16; n++) multiply_registers<T>(dk, ds[n], B::q(step).along_rows(n), true);
+                for (int n = 0; n < B::QUERIES / 16; n++)
+                    multiply_registers<T>(dk, ds[n], B::q(step).along_rows(n), true);
                 commit_products();
 
                 wait_for_products<1>();

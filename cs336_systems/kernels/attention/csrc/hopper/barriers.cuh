@@ -5,10 +5,10 @@
 //   - all bytes have come that `expect` announced. The copy engine (TMA) counts them down by itself.
 // Then the next phase begins, with the same number of arrivals to come. So one barrier serves every use of a buffer.
 //
-// A wait names a phase by its parity: wait(p) returns once the latest phase of parity p is complete. With phases counted
-// from 0, the n-th has parity n & 1. A barrier that has completed no phase yet counts the one "before the first", of
-// parity 1, as complete: wait(1) returns at once. So the loading warp needs no special case for the first use of an
-// empty buffer.
+// A wait names a phase by its parity: wait(p) returns once the latest phase of parity p is complete. With phases
+// counted from 0, the n-th has parity n & 1. A barrier that has completed no phase yet counts the one "before the
+// first", of parity 1, as complete: wait(1) returns at once. So the loading warp needs no special case for the first
+// use of an empty buffer.
 //
 // A ring of STAGES buffers has two barriers for each of them:
 //

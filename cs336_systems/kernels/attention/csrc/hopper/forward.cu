@@ -336,8 +336,8 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS, 1)
 
 }  // namespace
 
-// o has q's sizes, logsumexp is (B, H, n_q), starts is (B, n_q) or null, counter is one number. Returns null or an error
-// message.
+// o has q's sizes, logsumexp is (B, H, n_q), starts is (B, n_q) or null, counter is one number. Returns null or an
+// error message.
 extern "C" const char* hopper_forward(const Problem* problem, const View* q, const View* k, const View* v,
                                       const View* o, float* logsumexp, const int* starts, int* counter, void* stream) {
     using F = Forward<HEAD_SIZE>;

@@ -4,10 +4,10 @@
 // an atom. Were they stored plainly, a column of 16-byte chunks would lie in the same four of the 32 banks. So TMA puts
 // chunk c of row r at place c ^ (r % 8):
 //
-//     row 0    0 1 2 3 4 5 6 7        The hardware does not know rows. It swaps address bits: bits 4-6 (the chunk) become
-//     row 1    1 0 3 2 5 4 7 6        their exclusive or with bits 7-9 (the row). So an atom has to start at a multiple
-//     row 2    2 3 0 1 6 7 4 5        of 1,024 bytes, and all address arithmetic below is done before the swap.
-//     ...
+//     row 0    0 1 2 3 4 5 6 7        The hardware does not know rows. It changes addresses: bits 4-6 (the chunk)
+//     row 1    1 0 3 2 5 4 7 6        become their exclusive or with bits 7-9 (the row). So an atom has to start at a
+//     row 2    2 3 0 1 6 7 4 5        multiple of 1,024 bytes, and all address arithmetic below is done before this
+//     ...                             change.
 //     row 7    7 6 5 4 3 2 1 0
 //
 // A matrix product reads its operands by descriptors, 64 bits:
@@ -21,8 +21,8 @@
 //
 //   - K along the rows (`along_columns`): q and k in the scores q k^T, whose sum is over the head's 64 or 128 numbers.
 //     A group of 8 rows is an atom; "stride" is the way to the next 8 rows, 1,024 bytes. "Leading" is not used. 16 of K
-//     are 32 bytes, so step s of a block begins 32 s bytes further, in the middle of an atom: the swap of address bits
-//     makes this right.
+//     are 32 bytes, so step s of a block begins 32 s bytes further, in the middle of an atom: the change of address
+//     bits makes this right.
 //   - K down the rows (`along_rows`): v in the output p v, whose sum is over keys. The product is told that the operand
 //     is transposed. "Stride" is the way to the next 8 of K, 1,024 bytes; "leading" is the way to the next 64 of N, the
 //     next block. 16 of K are two atoms.

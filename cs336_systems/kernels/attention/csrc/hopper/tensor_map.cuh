@@ -1,8 +1,8 @@
 // Tensor maps: how the host describes a tensor to TMA.
 //
 // A map is 128 bytes, which only the driver knows how to fill: data pointer, element type, sizes, strides, the box that
-// one copy moves, and the swizzle of the box in shared memory. The kernel gets it as a parameter marked __grid_constant__,
-// so that it stays in constant memory and TMA can read it there.
+// one copy moves, and the swizzle of the box in shared memory. The kernel gets it as a parameter marked
+// __grid_constant__, so that it stays in constant memory and TMA can read it there.
 //
 // Our tensors are (B, H, N, D). TMA counts dimensions from the fastest: D, N, H, B. It needs
 //   - adjacent elements in D, and all other strides multiples of 16 bytes and below 2^40;
@@ -38,11 +38,11 @@ const char* make_tensor_map(TensorMap& map, const View& x, int64_t batch, int64_
         const auto error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
                                                             &result);
         if (error != cudaSuccess) return cudaGetErrorString(error);
-        if (result != cudaDriverEntryPointSuccess) return "the driver has no tensor maps: it must be of CUDA 12 or later";
+        if (result != cudaDriverEntryPointSuccess) return "the driver has no tensor maps, which came with CUDA 12";
         encode = reinterpret_cast<decltype(encode)>(found);
     }
     // The stride of a dimension of one element is never used, and may be anything; TMA accepts 16 bytes.
-    const auto bytes = [](int64_t size, int64_t stride) { return static_cast<cuuint64_t>(size == 1 ? 16 : 2 * stride); };
+    const auto bytes = [](int64_t size, int64_t stride) -> cuuint64_t { return size == 1 ? 16 : 2 * stride; };
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(head_size), static_cast<cuuint64_t>(n),
                                 static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
     const cuuint64_t strides[] = {bytes(n, x.row_stride), bytes(heads, x.head_stride), bytes(batch, x.batch_stride)};

@@ -1,14 +1,14 @@
 // Matrix products of a warpgroup (PTX: wgmma): C (64 x N, in registers) += A (64 x 16) B (16 x N), in the background.
 //
-// Four warps, 128 threads, execute it together. B is a tile in shared memory, described by a descriptor (swizzle.cuh); A
-// is one too, or is in registers. C is float32, in registers: thread t of warp w has, with g = t % 32 / 4,
+// Four warps, 128 threads, execute it together. B is a tile in shared memory, described by a descriptor (swizzle.cuh);
+// A is one too, or is in registers. C is float32, in registers: thread t of warp w has, with g = t % 32 / 4,
 //
 //     c[4 n + 2 h + e]    row 16 w + 8 h + g, column 8 n + 2 (t % 4) + e        h, e = 0, 1; n = 0 ... N / 8 - 1
 //
 // As an operand A, 16-bit numbers in registers have the same places: a[i] holds columns 2 (t % 4) and the next one of
-// row 16 w + 8 (i % 2) + g, in the first 8 of the 16 columns for i < 2, in the second 8 for i >= 2. So the scores of one
-// product, rounded and packed in pairs, are the operand of the next: `operand` does it, without moving a number between
-// threads.
+// row 16 w + 8 (i % 2) + g, in the first 8 of the 16 columns for i < 2, in the second 8 for i >= 2. So the scores of
+// one product, rounded and packed in pairs, are the operand of the next: `operand` does it, without moving a number
+// between threads.
 //
 // The products run while the threads go on. The order in a thread:
 //
