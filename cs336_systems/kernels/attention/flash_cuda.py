@@ -12,6 +12,8 @@ The kernels are in `csrc/`, to be read in this order:
 They are compiled on first use into PyTorch's folder of extensions, once for each element type, precision of float32,
 head size (rounded up) and architecture. This takes seconds. Python calls them through ctypes, so the sources include no
 PyTorch headers, which would take longer to compile than the kernels.
+
+`flash_cuda_hopper.py` has kernels for Hopper alone, which run instead where CS336_FLASH_CUDA is "hopper".
 """
 
 import ctypes
