@@ -3,7 +3,9 @@
 The kernels are in `csrc/`, to be read in this order:
 
   instructions.cuh  the GPU's instructions for matrix products and copies, and which lane holds which element
-  products.cuh      float32 products composed of several of these, sums over the lanes of a row
+  products.cuh      float32 products composed of several of these
+  rows.cuh          sums over the lanes of a row
+  problem.cuh       tensors and sizes, as they are passed here
   tiles.cuh         tiles in shared memory and the swizzle of their rows, products of tiles, loads and stores
   forward.cu        O and the logsumexp
   backward.cu       dQ, dK and dV, without atomic additions
@@ -117,7 +119,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 class View(ctypes.Structure):
-    """`View` of csrc/tiles.cuh, which sets `vectorised` itself."""
+    """`View` of csrc/problem.cuh; `vectorised` is set there."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -135,7 +137,7 @@ class View(ctypes.Structure):
 
 
 class _Sizes(ctypes.Structure):
-    """`Sizes` of csrc/tiles.cuh."""
+    """`Sizes` of csrc/problem.cuh."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("batch", "heads", "n_q", "n_k", "head_size", "is_causal"))
 
