@@ -1,4 +1,4 @@
-"""The tests of every kernel for flash_cuda_hopper, on a Hopper GPU; and what the compiler makes of it, without one."""
+"""The tests of every kernel for flash_cuda's Hopper kernels, on such a GPU; and their machine code, without one."""
 
 import re
 import shutil
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.kernels.attention import flash_cuda
+from cs336_systems.kernels.attention import flash_cuda_build
 from cs336_systems.kernels.attention import flash_cuda_hopper as module
-from cs336_systems.kernels.attention.flash_cuda_hopper import FlashAttentionCudaHopper, flash_cuda_hopper
+from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
 from tests.kernels import run_flash_cuda
 from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests
 from tests.kernels.test_flash_cuda import under_sanitizer
@@ -24,6 +24,12 @@ MORE_CASES = tuple(
     for is_causal in (False, True)
 )
 
+
+@pytest.fixture(autouse=True)
+def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CS336_FLASH_CUDA", "hopper")
+
+
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
@@ -32,8 +38,8 @@ on_hopper = pytest.mark.skipif(
 @pytest.mark.gpu
 @on_hopper
 class TestFlashCudaHopper(FlashKernelTests):
-    name = f"{module.__name__}:flash_cuda_hopper"
-    function = FlashAttentionCudaHopper
+    name = "flash_cuda"
+    function = FlashAttentionCuda
     device = DEVICE
     dtypes = (torch.bfloat16, torch.float16)
     cases = CASES + LARGE_CASES + MORE_CASES
@@ -47,17 +53,17 @@ class TestFlashCudaHopper(FlashKernelTests):
 @pytest.mark.parametrize("d", [64, 128])
 def test_same_bits_twice(d: int) -> None:
     q, k, v, _ = (x.detach() for x in Case(1000, 1000, d, (2, 3)).inputs(torch.bfloat16, DEVICE))
-    assert torch.equal(flash_cuda_hopper(q, k, v, True), flash_cuda_hopper(q, k, v, True))
+    assert torch.equal(flash_cuda(q, k, v, True), flash_cuda(q, k, v, True))
 
 
 @pytest.mark.gpu
 @on_hopper
 def test_in_a_cuda_graph() -> None:
     q, k, v, _ = (x.detach() for x in Case(300, 300, 64, (2, 3)).inputs(torch.bfloat16, DEVICE))
-    expected = flash_cuda_hopper(q, k, v, True)
+    expected = flash_cuda(q, k, v, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = flash_cuda_hopper(q, k, v, True)
+        o = flash_cuda(q, k, v, True)
     o.zero_()
     graph.replay()
     assert torch.equal(o, expected)
@@ -68,28 +74,11 @@ def test_in_a_cuda_graph() -> None:
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 def test_a_sanitizer_finds_nothing(tool: str) -> None:
     """racecheck does not know TMA and the products of warpgroups; the emulator does."""
-    count = run_flash_cuda.run(run_flash_cuda.HOPPER_CASES, flash_cuda_hopper)  # also compiles the kernels
-    done = under_sanitizer(tool, "hopper")
+    count = run_flash_cuda.run()  # also compiles the kernels
+    done = under_sanitizer(tool)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert f"{count} cases ran" in done.stdout
     assert "ERROR SUMMARY: 0 errors" in done.stdout
-
-
-def test_flash_cuda_runs_it_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda needs it on a CUDA device$"):
-        flash_cuda.flash_cuda(q, q, q)
-    monkeypatch.setenv("CS336_FLASH_CUDA", "hopper")
-    with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda_hopper needs it on a CUDA device$"):
-        flash_cuda.flash_cuda(q, q, q)
-
-
-def test_unsupported_inputs_are_named() -> None:
-    q = torch.zeros(1, 1, 4, 136, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^q has head size 136: it must be 1 to 128$"):
-        flash_cuda_hopper(q, q, q)
-    with pytest.raises(ValueError, match=r"^q is torch\.float32: it must be one of torch\.bfloat16, torch\.float16$"):
-        flash_cuda_hopper(q[..., :64].float(), q[..., :64].float(), q[..., :64].float())
 
 
 def compiled(source: str, tmp_path: Path, dtype: torch.dtype, head_size: int) -> tuple[str, str]:
@@ -99,7 +88,7 @@ def compiled(source: str, tmp_path: Path, dtype: torch.dtype, head_size: int) ->
     without = [f"-D__CUDA_NO_{x}__" for x in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")]
     without.append("-D__CUDA_NO_BFLOAT16_CONVERSIONS__")
     options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *without, *module.FLAGS]
-    command = ["nvcc", *options, *flash_cuda.definitions(dtype, head_size), "-cubin", "-o", str(made)]
+    command = ["nvcc", *options, *flash_cuda_build.definitions(dtype, head_size), "-cubin", "-o", str(made)]
     built = subprocess.run([*command, str(module.SOURCES / f"{source}.cu")], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     triton = pytest.importorskip("triton")

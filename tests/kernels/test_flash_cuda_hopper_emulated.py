@@ -1,11 +1,11 @@
-"""flash_cuda_hopper without a GPU: its sources under an emulator of Hopper's asynchronous units."""
+"""flash_cuda's kernels for Hopper without a GPU: their sources under an emulator of Hopper's asynchronous units."""
 
 import shutil
 
 import pytest
 import torch
 
-from cs336_systems.kernels.attention.flash_cuda_hopper import FlashAttentionCudaHopper, flash_cuda_hopper
+from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
 from tests.kernels.attention_cases import (
     CASES,
     Case,
@@ -36,7 +36,7 @@ ALL_CASES = [case for case in CASES if case.d <= 128]
 def check(case: Case, dtype: torch.dtype) -> None:
     with emulated():
         has_band = case.window or case.documents
-        check_case(flash_cuda_hopper if has_band else FlashAttentionCudaHopper.apply, case, dtype, "cpu")
+        check_case(flash_cuda if has_band else FlashAttentionCuda.apply, case, dtype, "cpu")
 
 
 @pytest.mark.parametrize("case", CORNERS, ids=str)
@@ -54,7 +54,7 @@ def test_all_cases(dtype: torch.dtype, case: Case) -> None:
 @pytest.mark.parametrize("d", [64, 128])
 def test_hidden_tiles_are_skipped(d: int) -> None:
     with emulated():
-        check_hidden_tiles_are_skipped(flash_cuda_hopper, torch.float16, d)
+        check_hidden_tiles_are_skipped(flash_cuda, torch.float16, d)
 
 
 FAULTS: dict[str, tuple[Change, str]] = {
@@ -132,7 +132,7 @@ def test_the_emulator_finds_faults(fault: str) -> None:
     change, found = FAULTS[fault]
     q, k, v, _ = Case(600, 600, 64, leading=(1,)).inputs(torch.bfloat16, "cpu")
     with emulated(change), pytest.raises(RuntimeError, match=f"^hopper_forward was not launched: {found}"):
-        flash_cuda_hopper(q, k, v)
+        flash_cuda(q, k, v)
 
 
 BACKWARD = "hopper/backward.cu"
@@ -178,7 +178,7 @@ def test_the_emulator_finds_faults_of_the_backward_pass(fault: str) -> None:
     change, found = BACKWARD_FAULTS[fault]
     q, k, v, dO = Case(300, 300, 64, leading=(1,)).inputs(torch.bfloat16, "cpu")
     with emulated(change), pytest.raises(RuntimeError, match=f"^hopper_backward was not launched: {found}"):
-        gradients(flash_cuda_hopper(q, k, v), [q, k, v], dO)
+        gradients(flash_cuda(q, k, v), [q, k, v], dO)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,6 @@ def test_the_emulator_finds_faults_of_the_backward_pass(fault: str) -> None:
 def test_a_wrong_layout_gives_a_wrong_result(change: Change) -> None:
     q, k, v, _ = (x.detach() for x in Case(70, 130, 128, leading=(1,)).inputs(torch.float16, "cpu"))
     with emulated(change):
-        o = flash_cuda_hopper(q, k, v)
+        o = flash_cuda(q, k, v)
     expected = plain_attention(q.float(), k.float(), v.float(), False)
     assert not torch.allclose(o.float(), expected, rtol=0.1, atol=0.1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.kernels.attention import flash_cuda, flash_cuda_hopper
+from cs336_systems.kernels.attention import flash_cuda_build, flash_cuda_hopper
 from tests.kernels.emulated_flash_cuda import Change, compiled, copy_sources, run
 from tests.kernels.emulated_flash_cuda_hopper import machine
 
@@ -34,11 +34,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @functools.cache
 def library(device: str, dtype: torch.dtype, head_size: int, *changes: Change) -> ctypes.CDLL:
-    definitions = flash_cuda.definitions(dtype, head_size)
+    definitions = flash_cuda_build.definitions(dtype, head_size)
     if device == "cuda":
         name = f"cs336_hopper_blocks_{str(dtype)[6:]}_{head_size}"
-        flags = (*flash_cuda_hopper.FLAGS, *definitions, f"-I{flash_cuda.SOURCES}")
-        return ctypes.CDLL(str(flash_cuda.compiled(name, (SOURCE,), flags)))
+        flags = (*flash_cuda_hopper.FLAGS, *definitions, f"-I{flash_cuda_build.SOURCES}")
+        return ctypes.CDLL(str(flash_cuda_build.compiled(name, (SOURCE,), flags)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copy(SOURCE, folder)
@@ -56,7 +56,7 @@ def call(device: str, function: Any, *arguments: Tensor | list[int] | None) -> s
         if isinstance(x, list):
             passed.append((ctypes.c_int64 * len(x))(*x))
         elif x is not None:
-            passed.append(ctypes.byref(flash_cuda.View.of(x)) if x.ndim == 4 else ctypes.c_void_p(x.data_ptr()))
+            passed.append(ctypes.byref(flash_cuda_build.View.of(x)) if x.ndim == 4 else ctypes.c_void_p(x.data_ptr()))
     stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
     error = function(*passed, ctypes.c_void_p(stream))
     return None if error is None else str(error.decode())

@@ -12,62 +12,42 @@ The sources, to be read in this order, each beginning with an explanation:
   forward.cu      O and the logsumexp
   backward.cu     dQ, dK and dV in one walk over the queries
 
-They are compiled on first use, as those of `flash_cuda` are, for compute capability 9.0 alone. `flash_cuda` runs them
-where the environment variable CS336_FLASH_CUDA is "hopper": no GPU has measured them yet.
+They are compiled for compute capability 9.0 alone, once for each element type and head size (rounded up).
 """
 
 import ctypes
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from cs336_basics.attention import Documents
+from . import flash_cuda_build as build
+from .contract import Band, as_4d, can_use_tma, check_qkv
+from .function import Saved, new_gradients, new_outputs
 
-from . import flash_cuda
-from .contract import Band, as_4d, band_of, can_use_tma, check_qkv, group_size
-from .flash_torch import compiled_backward
-from .function import Saved, empty_outputs, flash_function, new_gradients, new_outputs
-
-SOURCES = flash_cuda.SOURCES / "hopper"
+CAPABILITY = (9, 0)
+SOURCES = build.SOURCES / "hopper"
 HEAD_SIZES = (64, 128)
 """The sizes that are compiled; TMA pads other heads with zeros to the next larger size."""
 DTYPES = (torch.bfloat16, torch.float16)
 FLAGS = ("-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-Werror,-warn-spills")
 """sm_90a has the matrix products of warpgroups. ptxas warns of products that wait for each other, and of spills."""
-_PARAMETERS = {"hopper_forward": 9, "hopper_backward": 15}
+PARAMETERS = {"hopper_forward": 9, "hopper_backward": 15}
 """The numbers of parameters of the functions in csrc/hopper, all pointers."""
 
 
-def flash_cuda_hopper(
-    q: Float[Tensor, "... N_q D"],
-    k: Float[Tensor, "... N_k D"],
-    v: Float[Tensor, "... N_k D"],
-    is_causal: bool = False,
-    *,
-    window: int | None = None,
-    documents: Documents | None = None,
-) -> Float[Tensor, "... N_q D"]:
-    """softmax(q k^T / sqrt(D)) v for bfloat16 and float16, D up to 128, any lengths, strides and grouped heads.
-
-    Scores, softmax and accumulators are float32; probabilities are rounded to q's type before they multiply v. Tensors
-    that TMA cannot move are copied. Blocks add to dQ in any order, so its last bits differ from run to run; with
-    `torch.use_deterministic_algorithms(True)` other kernels compute the gradients, the same bits every time.
-
-    Raises ValueError for arguments it does not accept and RuntimeError if the kernels cannot be compiled.
-    """
-    return FlashAttentionCudaHopper.call(q, k, v, is_causal, band_of(window, documents))
+def check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, band: Band | None) -> None:
+    """Raise a ValueError for a call that these kernels do not serve."""
+    if (capability := build.capability(q.device)) != CAPABILITY:
+        found = ".".join(map(str, capability))
+        raise ValueError(f"q is on {q.device}, of compute capability {found}: flash_cuda's Hopper kernels need 9.0")
+    check_qkv(q, k, v, is_causal, dtypes=DTYPES, max_head_size=HEAD_SIZES[-1])
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, band: Band | None = None) -> tuple[Tensor, Tensor]:
     """o and the logsumexp of the scaled scores, in nats."""
-    _check(q, k, v, is_causal)
-    if (outputs := empty_outputs(q, k)) is not None:
-        return outputs
     o, logsumexp = new_outputs(q)
     written = _written(o)
     starts = None if band is None or band.starts is None else band.starts.contiguous()
@@ -80,9 +60,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, band: Band | None 
 def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; those that are not needed have no elements."""
     q, k, v, o, logsumexp, is_causal, band = saved
-    if torch.are_deterministic_algorithms_enabled():
-        is_plain = band is None and group_size(q, k) == 1
-        return (flash_cuda.backward if is_plain else compiled_backward)(dO, saved, need_dq, need_dkv)
     gradients = new_gradients(q, k, v, True, True)
     written = [_written(x) for x in gradients]
     ends = None if band is None or band.ends is None else band.ends.contiguous()
@@ -119,7 +96,7 @@ def _call(name: str, problem: "_Problem", *tensors: Tensor | None) -> None:
         if x is None:
             arguments.append(None)
         elif x.dtype == q.dtype:
-            arguments.append(ctypes.byref(flash_cuda.View.of(_movable(as_4d(x)))))
+            arguments.append(ctypes.byref(build.View.of(_movable(as_4d(x)))))
         else:
             arguments.append(x.data_ptr())
     with torch.cuda.device(q.device):
@@ -127,24 +104,6 @@ def _call(name: str, problem: "_Problem", *tensors: Tensor | None) -> None:
         error = _library(q.dtype, _built_for(q))[name](ctypes.byref(problem), *arguments, stream)
     if error is not None:
         raise RuntimeError(f"{name} was not launched: {error.decode()}")
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
-    _check_supported(q, k, v, is_causal)
-    if q.device.type != "cuda":
-        raise ValueError(f"q is on {q.device}: flash_cuda_hopper needs it on a CUDA device")
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability != (9, 0):
-        found = ".".join(map(str, capability))
-        raise ValueError(f"q is on {q.device}, of compute capability {found}: flash_cuda_hopper needs 9.0")
-
-
-def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
-    check_qkv(q, k, v, is_causal, dtypes=DTYPES, max_head_size=HEAD_SIZES[-1])
-    flash_cuda.check_lengths(q, k)
-
-
-FlashAttentionCudaHopper = flash_function("flash_cuda_hopper", forward, backward, _check_supported)
 
 
 def _built_for(q: Tensor) -> int:
@@ -191,17 +150,9 @@ class _Problem(ctypes.Structure):
 
 
 @functools.cache
-def _library(dtype: torch.dtype, head_size: int) -> Mapping[str, flash_cuda.Launcher]:
+def _library(dtype: torch.dtype, head_size: int) -> Mapping[str, build.Launcher]:
     """The functions of csrc/hopper, compiled if necessary."""
-    flags = (*FLAGS, *flash_cuda.definitions(dtype, head_size))
-    name = f"cs336_flash_cuda_sm90a_{flash_cuda.ELEMENTS[dtype].strip('_')}_{head_size}"
-    return functions_of(flash_cuda.compiled(name, (SOURCES / "forward.cu", SOURCES / "backward.cu"), flags))
-
-
-def functions_of(path: Path) -> Mapping[str, flash_cuda.Launcher]:
-    """The functions of a compiled library."""
-    library = ctypes.CDLL(str(path))
-    for name, parameters in _PARAMETERS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = [ctypes.c_void_p] * parameters, ctypes.c_char_p
-    return {name: getattr(library, name) for name in _PARAMETERS}
+    flags = (*FLAGS, *build.definitions(dtype, head_size))
+    name = f"cs336_flash_cuda_sm90a_{build.ELEMENTS[dtype].strip('_')}_{head_size}"
+    path = build.compiled(name, (SOURCES / "forward.cu", SOURCES / "backward.cu"), flags)
+    return build.functions_of(path, PARAMETERS)
