@@ -27,11 +27,11 @@ from torch import Tensor
 from cs336_basics.attention import Documents
 
 from ...machine.hardware import allows_tf32
-from ..launch import INTERPRET, Launch, can_use_tma, check_device, has_tma
+from ..launch import INTERPRET, Launch, check_device, has_tma
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
 from . import flash_gluon_kernels as gluon_forward
-from .contract import Band, as_4d, band_of, check_qkv, group_size
+from .contract import Band, as_4d, band_of, can_use_tma, check_qkv, group_size
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
 from .flash_triton_tiles import (

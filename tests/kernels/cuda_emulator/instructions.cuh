@@ -47,6 +47,9 @@ inline uint32_t to_tf32(float x) {
 
 inline float exp2_fast(float x) { return exp2f(x); }
 
+inline float to_float(__half x) { return x; }
+inline float to_float(__nv_bfloat16 x) { return x; }
+
 template <typename T>
 inline T from_float(float x) {
     if constexpr (std::is_same_v<T, float>) return x;

@@ -8,9 +8,10 @@
 #include <cstdint>
 #include <type_traits>
 
-// Addresses in shared memory are 32-bit numbers here, half the registers of a pointer. This is the block's first.
+// Addresses in shared memory are 32-bit numbers here, half the registers of a pointer. This is the block's first; where
+// TMA swizzles tiles (hopper/swizzle.cuh) they start at multiples of 1,024.
 __device__ inline uint32_t shared_memory() {
-    extern __shared__ __align__(128) unsigned char bytes[];
+    extern __shared__ __align__(1024) unsigned char bytes[];
     return static_cast<uint32_t>(__cvta_generic_to_shared(bytes));
 }
 
@@ -112,6 +113,9 @@ __device__ inline uint32_t pack(float low, float high) {
         u.pair = __floats2bfloat162_rn(low, high);
     return u.bits;
 }
+
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <typename T>
 __device__ inline T from_float(float x) {
