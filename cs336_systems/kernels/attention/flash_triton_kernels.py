@@ -20,17 +20,17 @@ Legend
                    passed as descriptors. "pointers": with 32-bit offsets from the tile's first element. "far pointers":
                    with 64-bit offsets
     TOGETHER       wait for the keys and the values of a tile at once, before the first product. Otherwise the wait for
-                   the values comes when they are needed, and the compiler puts a barrier there. With eight warps that
-                   barrier keeps both groups of four in step, so the exponentials of one cannot hide behind the
-                   products of the other
+                   the values comes at their product, with a barrier of the compiler. With eight warps it keeps both
+                   groups of four in step, so the exponentials of one cannot hide behind the products of the other
     EDGE           the tile may reach beyond the last row: the rows beyond it are loaded as zeros
-    MASKED         some scores of the tile are hidden, by the causal mask or beyond the last key
+    MASKED         some scores of the tile are hidden: by the causal mask, by the band or beyond the last key
     NEED_DQ        compute dq. Otherwise only VECTORS is filled
     BAND           what limits how far back a query sees: "none", "window" or "documents", which may have a window too
-    band           (DOCUMENT_STARTS, DOCUMENT_ENDS, WINDOW): (B, N) first position of each position's document and the
-                   one after its last, and the number of keys that a query sees at most
-    limit          for a tile of queries the first key that each sees, for a tile of keys the first query after those
-                   that see it
+    band           (DOCUMENT_STARTS, DOCUMENT_ENDS, WINDOW): (B, N) first position of each position's document, the one
+                   after its last, and the number of keys that a query sees at most
+    limit          for a tile of queries, the first key that each query sees; for a tile of keys, the first query after
+                   those that see each key. Not used where BAND is "none"
+    acc, total, m  the output before the division by total; the paper's l and m (m in base 2, so m * ln(2) is its m)
     ALONE          no `dq_kernel` ran before: compute L in base 2 and delta here
 """
 
@@ -170,7 +170,7 @@ def _query_head(key_head, g, G: tl.constexpr):
 
 @triton.jit
 def _key_ranges(m0, b, band, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr):
-    """Of the keys, the queries from m0 see none before `begin` or from `end` on, and all from `inner` to `full`."""
+    """The queries from m0 see no key before `begin` or from `end` on, and all see those from `inner` to `full`."""
     if CAUSAL:
         full, end = tl.minimum(m0, N_k) // BN * BN, tl.minimum(m0 + BM, N_k)
     else:
@@ -184,7 +184,7 @@ def _key_ranges(m0, b, band, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl
 
 @triton.jit
 def _query_ranges(n0, b, band, N_q, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr):
-    """Of the queries, none before `begin` or from `end` on sees a key from n0, and those from `full` to `inner` all."""
+    """No query before `begin` or from `end` on sees any of the keys from n0; those from `full` to `inner` see all."""
     begin, full, inner, end = 0, 0, N_q, N_q
     if CAUSAL:
         padded = tl.cdiv(N_q, BM) * BM
@@ -203,7 +203,7 @@ def _forward_keys(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr,
     MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 1, lines 6 to 11, over the keys lo to hi. m, the running maximum, is in units of base 2."""
+    """Algorithm 1, lines 6 to 11, over the keys lo to hi."""
     for n0 in tl.range(lo, hi, BN):
         k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         if TOGETHER:
@@ -419,7 +419,7 @@ def _dkv_tile(
     begin, full, inner, end = _query_ranges(n0, b, band, N_q, BM, BN, CAUSAL, BAND)
     if BAND != "none":
         limit = _after_query(n0 + tl.arange(0, BN), b, band, N_q, BAND)
-    for g in tl.range(0, G, disable_licm=True):  # addresses made before the loop would not fit the registers
+    for g in tl.range(0, G, disable_licm=True):  # addresses computed before the loop would not fit the registers
         query_h, query_bh = _query_head(h, g, G), _query_head(bh, g, G)
         if CAUSAL:
             dk, dv = _dkv_queries(
