@@ -68,7 +68,7 @@ MAX_REGISTERS = {2: 168, 3: 128}
 """Per thread, by GROUPS: 65,536 over 12 or 16 warps (the loading one counts as four). The kernels redistribute them."""
 REGISTERS = gl.constexpr([240, 24])
 """Per thread, of the second of two warpgroups and of the warp that loads; the first gets the rest, 240 too."""
-LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "GROUP"]
+LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "HEADS"]
 """No kernel is recompiled for a length of 1 or a multiple of 16."""
 _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -77,10 +77,10 @@ STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def place(tile, tiles, num_blocks, H, GROUP):
+def place(tile, tiles, num_blocks, H, HEADS):
     """The block, b, h and bh of a tile, as `_program` of the Triton kernels."""
-    first = tile // (num_blocks * GROUP) * GROUP
-    size = gl.minimum(GROUP, tiles // num_blocks - first)
+    first = tile // (num_blocks * HEADS) * HEADS
+    size = gl.minimum(HEADS, tiles // num_blocks - first)
     within = tile - first * num_blocks
     bh = first + within % size
     return within // size, bh // H, bh % H, bh

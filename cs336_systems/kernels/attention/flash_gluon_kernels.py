@@ -61,10 +61,10 @@ def groups(d_pad: int) -> int:
 
 
 @gluon.jit
-def _place(tile, H, N_q, TILES, GROUP, GROUPS: gl.constexpr):
+def _place(tile, H, N_q, TILES, HEADS, GROUPS: gl.constexpr):
     """b, h, bh and the first query of a tile."""
     num_blocks = gl.cdiv(N_q, GROUPS * _ROWS)
-    block, b, h, bh = place(tile, TILES, num_blocks, H, GROUP)
+    block, b, h, bh = place(tile, TILES, num_blocks, H, HEADS)
     return b, h, bh, (num_blocks - 1 - block) * GROUPS * _ROWS
 
 
@@ -97,13 +97,13 @@ def _load_next(desc, b, h, row, buffers, ready, empty, step):
 @gluon.jit
 def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
     """Load the tiles in the order in which the warpgroups read them: the last keys come first."""
-    descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, band, TILES, GROUP = work
+    descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, band, TILES, HEADS = work
     q_, k_, v_, _ = descs
     q_buffers, k_buffers, v_buffers, _, tiles = buffers
     tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, _bh, m0 = _place(tile, H, N_q, TILES, GROUP, GROUPS)
+        b, h, _bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
         begin, _inner, end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
         for group in gl.static_range(GROUPS):
             mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
@@ -224,7 +224,7 @@ def _consumer(
     The queries may see only some keys of the last tile and, where there is a band, of the first ones: these are masked.
     """
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
-    descs, buffers, bars, L, _, scale, H, N_q, N_k, band, TILES, GROUP = work
+    descs, buffers, bars, L, _, scale, H, N_q, N_k, band, TILES, HEADS = work
     o_ = descs[3]
     q_buffers, k_buffers, v_buffers, o_buffers, tiles = buffers
     tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
@@ -232,7 +232,7 @@ def _consumer(
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, m0 = _place(tile, H, N_q, TILES, GROUP, GROUPS)
+        b, h, bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
         first_row = m0 + group * _ROWS
         tile_begin, _inner, tile_end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
         begin, inner, end = _seen(first_row, _ROWS, b, N_k, band, CAUSAL, BAND)
@@ -279,7 +279,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q_, k_, v_, o_, L, COUNTER, DOCUMENT_STARTS, scale, H, N_q, N_k, WINDOW, TILES, GROUP,
+    q_, k_, v_, o_, L, COUNTER, DOCUMENT_STARTS, scale, H, N_q, N_k, WINDOW, TILES, HEADS,
     D_PAD: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """o and L of this program's tiles of queries."""
@@ -300,7 +300,7 @@ def forward_kernel(
     buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tiles)
     bars = (tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
     band = (DOCUMENT_STARTS, DOCUMENT_STARTS, WINDOW)  # the ends are not used
-    work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, band, TILES, GROUP)
+    work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, band, TILES, HEADS)
     if GROUPS == 3:
         gl.warp_specialize(
             [

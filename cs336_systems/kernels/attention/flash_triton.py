@@ -375,7 +375,7 @@ def _blocks(q: Tensor, BM: int, BN: int, vectors: list[int] | None = None) -> di
 def _scalars(q: Tensor, k: Tensor, heads: int, band: Band | None) -> dict[str, float]:
     n_q, n_k = q.shape[2], k.shape[2]
     window = n_k if band is None else min(band.window or n_k, n_k)
-    return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=n_q, N_k=n_k, WINDOW=window, GROUP=heads)
+    return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=n_q, N_k=n_k, WINDOW=window, HEADS=heads)
 
 
 def _kind(band: Band | None) -> str:

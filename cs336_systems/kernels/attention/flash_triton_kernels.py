@@ -12,7 +12,7 @@ Legend
                    inner loop over queries. N_PAD is a multiple of every tile length, so this loop loads
                    VECTORS without a mask: beyond N_q L is infinite, so the probability is 0
     sc             scale * log2(e), scale = 1 / sqrt(D): exp(s * scale) = exp2(s * sc); the hardware has exp2
-    GROUP          heads that are worked on at the same time
+    HEADS          heads that are worked on at the same time
     PRECISION      how float32 is multiplied. "tf32": with 11 bits. "bf16x6": with 24 bits, as the sum of the six
                    largest products of the three bfloat16 parts of each operand. Six products on tensor cores take less
                    time than one by multiply-adds. "ieee": by multiply-adds, for the interpreter
@@ -47,7 +47,7 @@ _PAD = tl.constexpr(PAD)
 _LN_2 = tl.constexpr(math.log(2))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _INTERPRET = tl.constexpr(INTERPRET)
-_LENGTHS = ["H", "N_q", "N_k", "WINDOW", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
+_LENGTHS = ["H", "N_q", "N_k", "WINDOW", "HEADS"]  # no kernel is recompiled for a length of 1 or a multiple of 16
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _visible(rows, columns, limit, N_k, CAUSAL: tl.constexpr, BAND: tl.constexpr
 
 
 @triton.jit
-def _program(num_blocks, GROUP):
+def _program(num_blocks, HEADS):
     """This program's block and bh. The grid has one axis, because the others are limited to 65,535 programs.
 
     Heads come in groups whose tensors fit the L2 cache together. In a group the first block of all heads comes before
@@ -150,8 +150,8 @@ def _program(num_blocks, GROUP):
     """
     program = tl.program_id(0)
     num_heads = tl.num_programs(0) // num_blocks
-    first = program // (num_blocks * GROUP) * GROUP
-    size = tl.minimum(GROUP, num_heads - first)
+    first = program // (num_blocks * HEADS) * HEADS
+    size = tl.minimum(HEADS, num_heads - first)
     within = program - first * num_blocks
     return within // size, first + within % size
 
@@ -227,14 +227,14 @@ def _forward_keys(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def forward_kernel(
-    q_, k_, v_, o_, L, DOCUMENT_STARTS, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, WINDOW, GROUP,
+    q_, k_, v_, o_, L, DOCUMENT_STARTS, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, WINDOW, HEADS,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: o and L."""
     sc = scale * _LOG2_E
     num_blocks = tl.cdiv(N_q, BM)
-    block, bh = _program(num_blocks, GROUP)
+    block, bh = _program(num_blocks, HEADS)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM  # causal: the last tile is the longest, and starts first
     q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
@@ -334,7 +334,7 @@ def _dq_tile(
 @triton.jit(do_not_specialize=_LENGTHS)
 def dq_kernel(
     q_, k_, v_, o_, do_, dq_, L, VECTORS, DOCUMENT_STARTS,
-    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, scale, H, N_q, N_k, WINDOW, GROUP,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, scale, H, N_q, N_k, WINDOW, HEADS,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     NEED_DQ: tl.constexpr,
@@ -342,7 +342,7 @@ def dq_kernel(
     """One tile of queries: VECTORS for `dkv_kernel`, and dq."""
     N_PAD = tl.cdiv(N_q, _PAD) * _PAD
     num_blocks = N_PAD // BM
-    block, bh = _program(num_blocks, GROUP)
+    block, bh = _program(num_blocks, HEADS)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM
     do, lse2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
@@ -442,13 +442,13 @@ def _dkv_tile(
 @triton.jit(do_not_specialize=_LENGTHS)
 def dkv_kernel(
     q_, k_, v_, do_, dk_, dv_, VECTORS, DOCUMENT_ENDS,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, H, N_q, N_k, WINDOW, GROUP,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, H, N_q, N_k, WINDOW, HEADS,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv, with the VECTORS that `dq_kernel` has left."""
     num_blocks = tl.cdiv(N_k, BN)
-    block, bh = _program(num_blocks, GROUP)
+    block, bh = _program(num_blocks, HEADS)
     key_heads = H // G
     _dkv_tile(
         q_, k_, v_, do_, do_, dk_, dv_, VECTORS, VECTORS,  # o and L are not used
@@ -463,7 +463,7 @@ def dkv_kernel(
 def backward_kernel(
     q_, k_, v_, o_, do_, dq_, dk_, dv_, L, DOCUMENT_STARTS, DOCUMENT_ENDS,
     q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides,
-    scale, H, N_q, N_k, WINDOW, GROUP,
+    scale, H, N_q, N_k, WINDOW, HEADS,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
