@@ -74,7 +74,7 @@ def narrow_matrices(model: nn.Module, config: TrainConfig) -> dict[str, Tensor]:
 
 
 def masters_of(strategy: Strategy, whole: dict[str, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """The master weights by parameter, of sharded ones this rank's rows. Empties `whole`, which has them by name."""
+    """The master weights by parameter; of a sharded one, this rank's rows. Empties `whole`, which has them by name."""
     shards, masters = strategy.shards(), {}
     for name, p in strategy.module.named_parameters():
         if name in whole:
@@ -94,8 +94,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices and none on vectors (norm weights); with muon, Muon for the blocks' matrices.
 
-    sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version of it to read. fused: further
-    arguments of `FusedAdamW`, for the implementation fused.
+    sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version to read first. fused: further
+    arguments of `FusedAdamW`, used by the implementation "fused" alone.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices: dict[Tensor, None] = {}  # Muon's, in order
@@ -141,16 +141,16 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     return functools.update_wrapper(call, function)
 
 
-def _call_without_backward_autocast(compiled: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def _call_without_backward_autocast(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     if torch._functorch.config.backward_pass_autocast != "off":
         torch._functorch.config.backward_pass_autocast = "off"
-    return compiled(*args, **kwargs)
+    return function(*args, **kwargs)
 
 
-def _within_budget(compiled: Callable[..., T], memory_budget: float, *inputs: Any) -> T:
+def _within_budget(function: Callable[..., T], memory_budget: float, *inputs: Any) -> T:
     # The first call compiles, and reads the setting.
     with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-        return compiled(*inputs)
+        return function(*inputs)
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -174,7 +174,7 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     gathers the weights of the whole group again for the recomputation. A block that keeps attention's outputs is
     checkpointed inside its compiled graph: around it, the outputs would be kept in memory that compiled code may reuse.
     """
-    if config.compile and config.keeps_attention:  # it would warn of in-place operations, which blocks do not have
+    if config.compile and config.keeps_attention:  # PyTorch would warn of in-place operations, which blocks lack
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     policy, number = config.checkpointed or ("none", 1)
     chosen = {"first": slice(number), "every": slice(None, None, number)}.get(policy, slice(0))

@@ -64,7 +64,7 @@ def source(
             signature[name], attributes[i,] = f"*{element}", divisible
         elif name == "scale":
             signature[name] = "fp32"
-        elif name in ("H", "N_q", "N_k", "WINDOW", "GROUP"):
+        elif name in ("H", "N_q", "N_k", "WINDOW", "HEADS"):
             signature[name] = "i32"
         else:
             signature[name], constants[i,] = "constexpr", values[name]

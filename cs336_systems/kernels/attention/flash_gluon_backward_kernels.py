@@ -137,11 +137,11 @@ def finish_kernel(dq_, DQ, dq_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl
 
 @gluon.jit
 def _place(
-    tile, H, N_q, N_k, band, TILES, GROUP,
+    tile, H, N_q, N_k, band, TILES, HEADS,
     QUERIES: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """b, h, bh and the first key of a tile of keys, and the tiles of queries that see it, from `first` to `count`."""
-    block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H // G, GROUP)
+    block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H // G, HEADS)
     n0 = block * BLOCK
     count = gl.cdiv(N_q, QUERIES)
     first = 0
@@ -155,7 +155,7 @@ def _place(
 @gluon.jit
 def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
     """Load the keys and values, then the tiles of queries in the order in which the warpgroups read them."""
-    descs, buffers, bars, COUNTER, _, H, N_q, N_k, band, TILES, GROUP = work
+    descs, buffers, bars, COUNTER, _, H, N_q, N_k, band, TILES, HEADS = work
     q_, k_, v_, do_, _, _, STARTS, _ = descs
     k, v, q_buffers, do_buffers, s_starts, dp_starts, _, _, tiles = buffers
     tile_ready, kv_ready, kv_empty, ready, empty, _ = bars
@@ -164,7 +164,7 @@ def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, 
     num_heads = TILES // gl.cdiv(N_k, BLOCK) * G
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, QUERIES, G, CAUSAL, BAND)
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND)
         mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)
         mbarrier.expect(kv_ready.index(0), 2 * k_.block_type.nbytes)
         load_tile(k_, b, h, n0, k, kv_ready.index(0))
@@ -340,7 +340,7 @@ def _consumer(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     LOOP: gl.constexpr = _loop_in_halves if D_PAD == 64 else _loop
-    descs, buffers, bars, _, scale, H, N_q, N_k, band, TILES, GROUP = work
+    descs, buffers, bars, _, scale, H, N_q, N_k, band, TILES, HEADS = work
     dk_, dv_, DQ = descs[4], descs[5], descs[7]
     all_k, all_v, q_buffers, _, _, _, ds_buffers, dq_buffers, tiles = buffers
     tile_ready, kv_ready, kv_empty, _, empty, ds_ready = bars
@@ -348,7 +348,7 @@ def _consumer(
     buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, QUERIES, G, CAUSAL, BAND)
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND)
         first_key = n0 + group * _ROWS
         limit = first_key
         if BAND != "none":
@@ -412,7 +412,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def gradients_kernel(
-    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, COUNTER, DOCUMENT_ENDS, scale, H, N_q, N_k, WINDOW, TILES, GROUP,
+    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, COUNTER, DOCUMENT_ENDS, scale, H, N_q, N_k, WINDOW, TILES, HEADS,
     D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of this program's tiles of keys, and their part of DQ."""
@@ -438,7 +438,7 @@ def gradients_kernel(
     buffers = (k, v, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, tiles)
     bars = (tile_ready, kv_ready, kv_empty, ready, empty, ds_ready)
     band = (DOCUMENT_ENDS, DOCUMENT_ENDS, WINDOW)  # the starts are not used
-    work = (descs, buffers, bars, COUNTER, scale, H, N_q, N_k, band, TILES, GROUP)
+    work = (descs, buffers, bars, COUNTER, scale, H, N_q, N_k, band, TILES, HEADS)
     gl.warp_specialize(
         [
             (_consumer, (work, 0, D_PAD, G, CAUSAL, BAND)),

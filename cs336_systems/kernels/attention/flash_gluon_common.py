@@ -1,4 +1,4 @@
-"""Shared by the Gluon kernels of `flash_triton`: one warp loads, two groups of four warps compute.
+"""Shared by the Gluon kernels of `flash_triton`: one warp loads, two or three groups of four warps compute.
 
 In each kernel a group of four warps (a warpgroup) owns ROWS rows and loops over tiles of other tensors. One more warp
 makes TMA bring these tiles into shared memory. The loading warp and the warpgroups synchronise only by barriers.
@@ -8,15 +8,15 @@ loading warp takes the next tile from a counter in memory, and loads for it whil
 
 Legend, in addition to the legend of `flash_triton_kernels.py`
     q_, k_, ...    descriptors of the tensors: TMA loads and stores their tiles
-    ROWS           rows of a warpgroup; a program's tile has GROUPS * ROWS
-    TILES          the number of all programs' tiles, the ones with most work first
-    COUNTER        how many of them were taken, not counting each program's first
+    ROWS           rows of a warpgroup
+    GROUPS         warpgroups that compute: 2, and 3 in the forward pass where D_PAD is 64
+    TILES          the number of all programs' tiles; those with the most work come first
+    COUNTER        how many of them have been taken, not counting each program's first
     i              the number of this program's tiles so far
     STAGES         how many tiles of each tensor of the inner loop are in shared memory at a time
     step           the number of such tiles so far, over all tiles of the program. It is in stage step % STAGES
-    round          step // STAGES: how often the stage was used before. A barrier alternates between two phases: a wait
-                   with phase n & 1 waits for its n-th completion, counted from 0. A wait with the other phase returns
-                   at once the first time
+    round          step // STAGES: how often the stage was used before. A wait with phase n & 1 waits for the n-th
+                   completion of a barrier, from 0 on. Before completion 0, a wait with phase 1 returns at once
     ready          barriers that complete when TMA has filled a stage
     empty          barriers that complete when all warpgroups have read a stage
 """
@@ -55,7 +55,7 @@ HEAD_SIZES = (64, 128)
 ROWS = 64
 GROUPS = 2
 BLOCK = gl.constexpr(ROWS * GROUPS)
-"""Rows of a program's tile."""
+"""Rows of a program's tile, where two warpgroups compute."""
 LAYOUTS = {
     4: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
     2: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),
@@ -63,12 +63,12 @@ LAYOUTS = {
 }
 """How TMA lays out a tile (4 axes), a block of DQ (2 axes) and a piece of STARTS (1 axis) in shared memory."""
 NUM_WARPS = 4
-"""Warps of the first warpgroup; a kernel adds a second warpgroup and the warp that loads."""
+"""Warps of the first warpgroup; a kernel adds the other warpgroups and the warp that loads."""
 MAX_REGISTERS = {2: 168, 3: 128}
-"""Per thread, by the number of warpgroups that compute: 65,536 over 12 or 16 warps. The kernels redistribute them."""
+"""Per thread, by GROUPS: 65,536 over 12 or 16 warps (the loading one counts as four). The kernels redistribute them."""
 REGISTERS = gl.constexpr([240, 24])
-"""Per thread of the second warpgroup and of the warp that loads; the first warpgroup gets the rest, 240 too."""
-LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "GROUP"]
+"""Per thread, of the second of two warpgroups and of the warp that loads; the first gets the rest, 240 too."""
+LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "HEADS"]
 """No kernel is recompiled for a length of 1 or a multiple of 16."""
 _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -77,10 +77,10 @@ STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def place(tile, tiles, num_blocks, H, GROUP):
+def place(tile, tiles, num_blocks, H, HEADS):
     """The block, b, h and bh of a tile, as `_program` of the Triton kernels."""
-    first = tile // (num_blocks * GROUP) * GROUP
-    size = gl.minimum(GROUP, tiles // num_blocks - first)
+    first = tile // (num_blocks * HEADS) * HEADS
+    size = gl.minimum(HEADS, tiles // num_blocks - first)
     within = tile - first * num_blocks
     bh = first + within % size
     return within // size, bh // H, bh % H, bh
@@ -144,7 +144,7 @@ def wait_empty(empty, step):
 def take_tile(COUNTER, tiles, tile_ready, i):
     """Take the tile after the i-th from the counter, and tell the warpgroups.
 
-    They have begun the tile before the i-th, so they have read the number in this place.
+    Its number overwrites that of tile i - 1. All warpgroups have read that one, because they have begun tile i - 1.
     """
     lanes = gl.arange(0, 32, _ONE_WARP)
     ones = gl.full([32], 1, gl.int32, _ONE_WARP)

@@ -71,11 +71,11 @@ def flash_triton(
     """FlashAttention-2 in Triton: softmax(q k^T / sqrt(D)) v without the N_q x N_k scores in memory.
 
     Runs on a CUDA device of compute capability 8.0 or later, or on a CPU in Triton's interpreter. Accepts float32,
-    bfloat16 and float16; D from 1 to 256; any lengths, strides and leading dimensions (more than two are flattened,
-    which copies where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`: at
-    "highest" each product has 24 bits of precision, as a sum of bfloat16 products. Beyond its outputs it needs two
-    float32 numbers per query and head in the backward pass. A dO that is expanded or whose columns are not adjacent is
-    copied.
+    bfloat16 and float16; D from 1 to 256; fewer heads in k and v; any lengths, strides and leading dimensions (more
+    than two are flattened, which copies where strides do not allow a view). float32 products follow
+    `torch.get_float32_matmul_precision()`: at "highest" each product has 24 bits of precision, as a sum of bfloat16
+    products. Beyond its outputs it needs two float32 numbers per query and head in the backward pass. A dO that is
+    expanded or whose columns are not adjacent is copied.
 
     deterministic: the same inputs give the same bits of dQ every time; so does PyTorch's
     `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where the usual backward pass
@@ -111,7 +111,7 @@ def flash_triton_compiled(
 # The two passes
 # ---------------------------------------------------------------------------------------------------------------------
 
-_LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
+_LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}  # by `_key`: choosing them takes the host long
 _NO_CONTEXT = contextlib.nullcontext()  # made once, because every call needs it
 
 
@@ -298,7 +298,7 @@ def triton_launch(
     q, k = tensors["q_"], tensors["k_"]
     query_tiles, key_tiles = triton.cdiv(q.shape[2], tile.BM), triton.cdiv(k.shape[2], tile.BN)
     q_heads, k_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
-    kernel, programs, together = {
+    kernel, programs, heads = {
         "forward": (forward_kernel, query_tiles * q_heads, _heads_together(q, k, 2)),
         "dq": (dq_kernel, _padded_length(q) // tile.BM * q_heads, _heads_together(q, k, 2)),
         "dkv": (dkv_kernel, key_tiles * k_heads, _heads_together(k, q, 2)),
@@ -306,7 +306,7 @@ def triton_launch(
     }[phase]
     constants = dict(
         {f"{name}strides": tensor.stride() for name, tensor in tensors.items()},
-        **_scalars(q, k, together, band),
+        **_scalars(q, k, heads, band),
         BM=tile.BM,
         BN=tile.BN,
         D=q.shape[3],
@@ -372,10 +372,10 @@ def _blocks(q: Tensor, BM: int, BN: int, vectors: list[int] | None = None) -> di
     return blocks if vectors is None else {**blocks, "VECTORS": vectors}
 
 
-def _scalars(q: Tensor, k: Tensor, group: int, band: Band | None) -> dict[str, float]:
+def _scalars(q: Tensor, k: Tensor, heads: int, band: Band | None) -> dict[str, float]:
     n_q, n_k = q.shape[2], k.shape[2]
     window = n_k if band is None else min(band.window or n_k, n_k)
-    return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=n_q, N_k=n_k, WINDOW=window, GROUP=group)
+    return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=n_q, N_k=n_k, WINDOW=window, HEADS=heads)
 
 
 def _kind(band: Band | None) -> str:
