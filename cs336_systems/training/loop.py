@@ -282,7 +282,8 @@ class Trainer:
         count = min(self.config.train.validation_sequences, (num_tokens - 1) // self.context_length)
         together = min(count, self.micro_batch * comm.world_size())
         starts = np.arange(count - count % together) * self.context_length
-        return starts.reshape(-1, together if starts.size % self.micro_batch else self.micro_batch)
+        size = max(n for n in range(1, self.micro_batch + 1) if starts.size % n == 0)  # batches of one size
+        return starts.reshape(-1, size)
 
     def reset_clock(self) -> None:
         """Time the next step from here. Work since the last step does not count."""
