@@ -1,6 +1,8 @@
 """flash_cuda's kernels for Hopper without a GPU: their sources under an emulator of Hopper's asynchronous units."""
 
 import shutil
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +129,24 @@ FAULTS: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+OF_EACH_KIND = (
+    "keys before their barrier",
+    "keys loaded while a product reads",
+    "o stored without a fence",
+    "accumulators touched early",
+    "a turn not passed on",
+    "dq written before TMA has added it",
+    "dS of the other warpgroup",
+    "keys given back too early",
+)
+"""Faults that the default tests have: each takes a build."""
+
+
+def in_default_tests(faults: Iterable[str]) -> list[Any]:
+    return [pytest.param(x, marks=() if x in OF_EACH_KIND else pytest.mark.slow) for x in faults]
+
+
+@pytest.mark.parametrize("fault", in_default_tests(FAULTS))
 def test_the_emulator_finds_faults(fault: str) -> None:
     change, found = FAULTS[fault]
     q, k, v, _ = Case(600, 600, 64, leading=(1,)).inputs(torch.bfloat16, "cpu")
@@ -173,7 +192,7 @@ BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", BACKWARD_FAULTS)
+@pytest.mark.parametrize("fault", in_default_tests(BACKWARD_FAULTS))
 def test_the_emulator_finds_faults_of_the_backward_pass(fault: str) -> None:
     change, found = BACKWARD_FAULTS[fault]
     q, k, v, dO = Case(300, 300, 64, leading=(1,)).inputs(torch.bfloat16, "cpu")
@@ -185,9 +204,11 @@ def test_the_emulator_finds_faults_of_the_backward_pass(fault: str) -> None:
     "change",
     [
         ("hopper/swizzle.cuh", "(row % 8)) * 16 + column % 8", "(row % 4)) * 16 + column % 8"),
-        ("hopper/swizzle.cuh", "step % 4 * 32", "step % 4 * 16"),
-        ("hopper/swizzle.cuh", "step * 2 * ATOM", "step * ATOM"),
-        ("hopper/swizzle.cuh", "column % 64 * 2, BLOCK_BYTES", "column % 64 * 2, 1024"),
+        pytest.param(("hopper/swizzle.cuh", "step % 4 * 32", "step % 4 * 16"), marks=pytest.mark.slow),
+        pytest.param(("hopper/swizzle.cuh", "step * 2 * ATOM", "step * ATOM"), marks=pytest.mark.slow),
+        pytest.param(
+            ("hopper/swizzle.cuh", "column % 64 * 2, BLOCK_BYTES", "column % 64 * 2, 1024"), marks=pytest.mark.slow
+        ),
     ],
     ids=["elements", "columns", "rows", "blocks"],
 )
