@@ -139,7 +139,7 @@ def _card(device: torch.device) -> tuple[int, int]:
 
 
 class _Problem(ctypes.Structure):
-    """`Problem` of csrc/hopper/forward.cu."""
+    """`Problem` of csrc/hopper/work.cuh."""
 
     _fields_ = tuple(
         (name, ctypes.c_int64)

@@ -66,8 +66,8 @@ NUM_WARPS = 4
 """Warps of the first warpgroup; a kernel adds the other warpgroups and the warp that loads."""
 MAX_REGISTERS = {2: 168, 3: 128}
 """Per thread, by GROUPS: 65,536 over 12 or 16 warps (the loading one counts as four). The kernels redistribute them."""
-REGISTERS = gl.constexpr([240, 24])
-"""Per thread, of the second of two warpgroups and of the warp that loads; the first gets the rest, 240 too."""
+REGISTERS, REGISTERS_OF_THREE = gl.constexpr([240, 24]), gl.constexpr([160, 160, 32])
+"""Per thread, of the warpgroups after the first and of the warp that loads; the first gets the rest, as many."""
 LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "HEADS"]
 """No kernel is recompiled for a length of 1 or a multiple of 16."""
 _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))

@@ -33,6 +33,7 @@ from .flash_gluon_common import (
     LENGTHS,
     LOG2_E,
     REGISTERS,
+    REGISTERS_OF_THREE,
     ROWS,
     STAGES,
     barriers,
@@ -310,7 +311,7 @@ def forward_kernel(
                 (_producer, (work, GROUPS, G, CAUSAL, BAND)),
             ],
             [4, 4, 1],
-            [160, 160, 32],  # registers, as in REGISTERS
+            REGISTERS_OF_THREE,
         )
     else:
         gl.warp_specialize(
