@@ -68,6 +68,8 @@ def matmul_parameters(shape: ModelShape) -> int:
     return shape.vocab_size * shape.d_model + shape.num_layers * block_matrices(shape)
 
 
+SMALLEST_OFFLOADED = 2**20
+"""Bytes of the smallest tensor that `train.activation_offload` copies to host memory."""
 KINDS = ("blocks", "head", "others")
 """Kinds of parameters: the blocks' matrices, the head's, and the embedding and norms. A tied head is an embedding."""
 _NAMES = {
