@@ -24,7 +24,7 @@ from .accounting import (
     tensors,
     weight_copy_bytes,
 )
-from .activations import block_parts, kept_blocks, saved_bytes
+from .activations import block_parts, kept_blocks, offloaded_bytes, saved_bytes
 from .job import IN_BUCKETS, Job
 from .working import GIB, MIB, Section, Term, as_factor, show, total
 
@@ -266,11 +266,14 @@ def moments(job: Job) -> dict[str, list[Term]]:
     whole = sum(block_parts(job).values())
     entry = f" and {inputs} inputs of blocks" if inputs else ""
     entry += ", each with attention's output and logsumexp" if job.keeps_attention else ""
+    in_host_memory = offloaded_bytes(job)
+    entry += f", less {sum(in_host_memory):,} in host memory" if in_host_memory else ""
     activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
     copies = at_once * weight_copy_bytes(job.shape, job.precision) if job.casts_weights else 0
     working = f"{job.activation_checkpointing}: {again:,}, and {copies:,} of weights' copies"
     recomputed = Term("recomputed", working, again + copies)
     one = Term("activations", "of the first block", whole)
+    ahead = Term("prefetched", "of the block before, from host memory", max(in_host_memory, default=0))
     gradients, b = sizes_of(job.gradient_dtypes), NUMBER_BYTES[job.gradient_dtypes["head"]]
     e = job.shape.vocab_size * job.shape.d_model
     in_bucket = job.strategy in IN_BUCKETS and not job.shape.tie_embeddings  # a tied one waits for the embedding's
@@ -286,6 +289,15 @@ def moments(job: Job) -> dict[str, list[Term]]:
         ],
         "backward of the first block": [*constant, one, after_loss, grads, block, units["backward"]],
     }
+    if in_host_memory:  # of all moments at which a block is prefetched, the last has most gradients
+        later, layers = "backward of the second block", job.shape.num_layers
+        of_blocks = parameter_bytes(job.shape, gradients | {"head": 0, "others": 0}, job.weight_parts) / layers
+        working = f"{layers} - 2 blocks x {of_blocks:,.0f}"
+        so_far = Term("gradients", working, 0 if job.strategy in IN_BUCKETS else (layers - 2) * of_blocks)
+        second = replace(one, working="of the second block")
+        found[later] = [*constant, second, ahead, after_loss, head_grad, so_far, block, units["backward"]]
+        if job.offloaded_blocks == layers - 1:
+            found["backward of the last block"].append(ahead)
     if job.strategy == "flat" and job.world_size > 1:
         flat = _of_all_weights("all gradients flat", gradients, job, 1, bytes_of_kinds(job.shape, gradients)[2])
         found["gradients flattened"] = [*constant, after_loss, grads, flat]

@@ -69,22 +69,23 @@ class Copier:
 
 
 def host_memory(nbytes: int, is_pinned: bool) -> Tensor:
-    """A tensor of bytes in host memory. Raises MemoryError if it cannot be pinned.
+    """A tensor of bytes in host memory. Raises OutOfMemoryError if there is no more, or if it cannot be pinned.
 
     PyTorch's own allocator of pinned memory would take the next power of two.
     """
-    memory = mmap.mmap(-1, nbytes)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    if is_pinned:
-        runtime = torch.cuda.cudart()
-        try:
+    try:
+        memory = mmap.mmap(-1, nbytes)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        if is_pinned:
+            runtime = torch.cuda.cudart()
             torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
-        except RuntimeError as error:
-            raise MemoryError(
-                f"train.activation_offload: {nbytes / 2**20:,.0f} MiB more of host memory cannot be pinned "
-                f"({' '.join(str(error).split())}): offload fewer blocks"
-            ) from error
-        weakref.finalize(memory, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+            weakref.finalize(memory, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise torch.OutOfMemoryError(
+            f"train.activation_offload: {nbytes / 2**20:,.1f} MiB more of host memory are not to be had ({reason}): "
+            "offload fewer blocks"
+        ) from error
     return buffer
 
 
@@ -130,7 +131,7 @@ class Block:
         if saved is None:
             on_device = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             saved = self._by_address[address] = Saved(self, self.copier.take(nbytes), on_device)
-        return View(saved, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return View(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def unpack(self, packed: Tensor | View) -> Tensor:
         if isinstance(packed, Tensor):
