@@ -378,6 +378,17 @@ def checkpointed_activation_bytes(
     return held, max(held + copies + narrow + 4 * logits, held + 12 * logits, *peaks)
 
 
+def offload_window(count: int, num_layers: int, group: int = 1) -> int:
+    """Number of blocks that run while an offloaded block is copied, forward or backward.
+
+    The copy of block i to host memory ends at the latest with the forward pass of block i + w, and the copy back begins
+    with the backward pass of block i + w. So w + 1 blocks are on the GPU. With w = L - K - 1 for the first K of L
+    blocks, they are as many as at the end of the forward pass, and the copies have as much time as that allows. At
+    least one block, or one group of checkpointed blocks, runs meanwhile.
+    """
+    return max(1, (num_layers - count - 1) // group) * group
+
+
 def best_group(
     shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
 ) -> float:

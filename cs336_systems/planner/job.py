@@ -15,7 +15,7 @@ from ..config.checks import (
     require_at_least,
 )
 from ..config.run import SHARDED
-from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION
+from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION, offload_window
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 WITH_WINDOW = (
@@ -242,3 +242,9 @@ class Job:
     def offloaded_blocks(self) -> int:
         """Number of blocks, from the first on, whose activations are in host memory."""
         return offloaded_blocks(self.activation_offload, "")
+
+    @property
+    def offload_window(self) -> int:
+        """Number of blocks that run while an offloaded one is copied."""
+        policy, k = self.checkpointing or ("none", 1)
+        return offload_window(self.offloaded_blocks, self.shape.num_layers, k if policy == "groups" else 1)

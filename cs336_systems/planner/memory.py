@@ -24,7 +24,7 @@ from .accounting import (
     tensors,
     weight_copy_bytes,
 )
-from .activations import block_parts, kept_blocks, offloaded_bytes, saved_bytes
+from .activations import block_parts, kept_blocks, kept_bytes, offloaded_bytes, saved_bytes
 from .job import IN_BUCKETS, Job
 from .working import GIB, MIB, Section, Term, as_factor, show, total
 
@@ -273,7 +273,6 @@ def moments(job: Job) -> dict[str, list[Term]]:
     working = f"{job.activation_checkpointing}: {again:,}, and {copies:,} of weights' copies"
     recomputed = Term("recomputed", working, again + copies)
     one = Term("activations", "of the first block", whole)
-    ahead = Term("prefetched", "of the block before, from host memory", max(in_host_memory, default=0))
     gradients, b = sizes_of(job.gradient_dtypes), NUMBER_BYTES[job.gradient_dtypes["head"]]
     e = job.shape.vocab_size * job.shape.d_model
     in_bucket = job.strategy in IN_BUCKETS and not job.shape.tie_embeddings  # a tied one waits for the embedding's
@@ -289,14 +288,18 @@ def moments(job: Job) -> dict[str, list[Term]]:
         ],
         "backward of the first block": [*constant, one, after_loss, grads, block, units["backward"]],
     }
-    if in_host_memory:  # of all moments at which a block is prefetched, the last has most gradients
-        later, layers = "backward of the second block", job.shape.num_layers
+    if in_host_memory:  # the last block before whose backward pass something is copied back has most gradients
+        last, layers, window = job.shape.num_layers - 1, job.shape.num_layers, job.offload_window
+        here = sum(kept_bytes(job)[:window]) + max(1, at_once) * whole
         of_blocks = parameter_bytes(job.shape, gradients | {"head": 0, "others": 0}, job.weight_parts) / layers
-        working = f"{layers} - 2 blocks x {of_blocks:,.0f}"
-        so_far = Term("gradients", working, 0 if job.strategy in IN_BUCKETS else (layers - 2) * of_blocks)
-        second = replace(one, working="of the second block")
-        found[later] = [*constant, second, ahead, after_loss, head_grad, so_far, block, units["backward"]]
-        if job.offloaded_blocks == layers - 1:
+        working = f"{last - window} blocks x {of_blocks:,.0f}"
+        found[f"backward of block {window + 1}"] = [
+            *(*constant, Term("activations", f"of the first {window + 1} blocks", here), after_loss, head_grad),
+            Term("gradients", working, 0 if job.strategy in IN_BUCKETS else (last - window) * of_blocks),
+            *(block, units["backward"]),
+        ]
+        if (first_back := last - window) < len(in_host_memory):  # before the last block has freed its own
+            ahead = Term("prefetched", f"block {first_back + 1}, from host memory", in_host_memory[first_back])
             found["backward of the last block"].append(ahead)
     if job.strategy == "flat" and job.world_size > 1:
         flat = _of_all_weights("all gradients flat", gradients, job, 1, bytes_of_kinds(job.shape, gradients)[2])

@@ -222,28 +222,46 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
 def offload_term(job: Job, card: Card, again_s: float) -> Term:
     """Seconds for which the GPU waits for copies of activations to and from host memory.
 
-    A block is copied to host memory during the next block's forward pass, and back during the next block's backward
-    pass, recomputation included (again_s in all layers). What takes longer than that is exposed.
+    again_s: seconds of recomputation in all layers, which is part of the backward pass.
     """
     s, head, sizes = job.shape, (job.tokens, job.shape.vocab_size, job.shape.d_model), offloaded_bytes(job)
-    of_head = [head], gradients_of(*head)
     rate = card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
-    parts = zip(
+    of_head = [head], gradients_of(*head)
+    each = zip(
         products_seconds(job, card), of_head, attention_seconds(job, card)[:2], elementwise_bytes(job), strict=True
     )
     forward, backward = (
-        (products - sum(product_seconds(*each, job.number_bytes, card) for each in heads) + attention) / s.num_layers
+        (products - sum(product_seconds(*sides, job.number_bytes, card) for sides in heads) + attention) / s.num_layers
         + elementwise / rate
-        for products, heads, attention, elementwise in parts
+        for products, heads, attention, elementwise in each
     )
     backward += again_s / s.num_layers
     copies = [size / card.host_link for size in sizes]
-    exposed = sum(max(0.0, copy - beside) for copy in copies for beside in (forward, backward))
+    waits = waiting_seconds(copies, s.num_layers, job.offload_window, forward, backward)
     working = (
-        f"{sum(sizes) / 1e9:.4g} GB each way / {card.host_link / 1e9:.4g} GB/s, of a block {max(copies) * 1e3:.4g} ms "
-        f"beside {forward * 1e3:.4g} ms forward and {backward * 1e3:.4g} ms backward"
+        f"{sum(sizes) / 1e9:.4g} GB each way / {card.host_link / 1e9:.4g} GB/s, of a block {max(copies) * 1e3:.4g} ms; "
+        f"a block takes {forward * 1e3:.4g} ms forward and {backward * 1e3:.4g} ms backward"
     )
-    return Term(EXPOSED_COPIES, working, exposed, "s")
+    return Term(EXPOSED_COPIES, working, waits, "s")
+
+
+def waiting_seconds(copies: list[float], layers: int, window: int, forward: float, backward: float) -> float:
+    """Seconds that blocks wait for copies which take so long, one after another, by `accounting.offload_window`.
+
+    forward, backward: seconds of a block.
+    """
+    now, link, done = 0.0, 0.0, dict[int, float]()
+    for i in range(layers):
+        now += forward
+        if i < len(copies):
+            done[i] = link = max(now, link) + copies[i]
+        now = max(now, done.get(i - window, 0.0))
+    done = {}
+    for i in reversed(range(layers)):
+        if 0 <= i - window < len(copies):
+            done[i - window] = link = max(now, link) + copies[i - window]
+        now = max(now, done.get(i, 0.0)) + backward
+    return max(0.0, now - layers * (forward + backward))
 
 
 def _by_rate(nbytes: float, rate: float) -> str:

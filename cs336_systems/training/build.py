@@ -180,7 +180,7 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     policy, number = config.checkpointed or ("none", 1)
     chosen = {"first": slice(number), "every": slice(None, None, number)}.get(policy, slice(0))
     checkpointed_layers = set(list(model.layers)[chosen])
-    offload = Offload(next(model.parameters()).device, config.offloaded_blocks(len(model.layers)))
+    offload = Offload(model, config.offloaded_blocks(len(model.layers)), number if policy == "groups" else 1)
     for i, layer in enumerate(model.layers):
         is_checkpointed, budget = layer in checkpointed_layers, config.compile_memory_budget
         if is_checkpointed and config.keeps_attention:

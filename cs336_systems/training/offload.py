@@ -7,7 +7,8 @@ with it if the policy keeps them.
     computation   forward 0 | forward 1 | forward 2 | ... | backward 2 | backward 1 | backward 0
     copies                  | 0 to host | 1 to host | ... | 1 to GPU   | 0 to GPU   |
 
-At most two offloaded blocks are on the GPU at a time: the one that computes and the one that is copied.
+The first K of L blocks are offloaded. A copy may take as long as L - K - 1 blocks compute: the picture shows one. Then
+no more than L - K blocks are on the GPU at any time, as at the end of the forward pass (`accounting.offload_window`).
 
 Copies run in a CUDA stream of their own, after the work that is queued when they start. Memory is allocated and freed
 on the computing stream alone, and freed only after that stream waits for the copy. So the caching allocator reuses it
@@ -30,8 +31,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from cs336_basics.model import TransformerLM
+
 from ..kernels.attention import is_attention
-from ..planner.accounting import SMALLEST_OFFLOADED
+from ..planner.accounting import SMALLEST_OFFLOADED, offload_window
 
 
 class Copier:
@@ -171,31 +174,34 @@ class Block:
 
 
 class Offload:
-    """Runs the first `count` blocks of a model so that what they save is copied to host memory and back."""
+    """Runs the blocks of a model so that what the first `count` save is copied to host memory and back.
 
-    def __init__(self, device: torch.device, count: int) -> None:
-        self._copier, self.count = Copier(device), count
-        self._block: Block | None = None  # the latest one that ran
+    group: number of blocks that are run, and checkpointed, together.
+    """
+
+    def __init__(self, model: TransformerLM, count: int, group: int = 1) -> None:
+        self.count, self._window = count, offload_window(count, len(model.layers), group)
+        self._copier = Copier(next(model.parameters()).device)
+        self._blocks: dict[int, Block] = {}  # that are still on the device
+        self._running = Block(self._copier, set())
 
     def run(self, function: Callable[..., Tensor], number: int, blocks: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Call `function`, which runs the block of this number, or several from it on. Blocks follow one another.
-
-        The block after the offloaded ones must be run in this way too: it is the first to prefetch.
-        """
-        if number > self.count or not torch.is_grad_enabled():
+        """Call `function`, which runs the block of this number, or several from it on, with the given arguments."""
+        if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        before, self._block = self._block, None
-        if number < self.count:
+        if number >= self.count:
+            output = function(*args, **kwargs)
+        else:
             weights = (*blocks.parameters(), *blocks.buffers())
-            self._block = block = Block(self._copier, {t.untyped_storage().data_ptr() for t in weights})
+            self._running = block = Block(self._copier, {t.untyped_storage().data_ptr() for t in weights})
             with saved_tensors_hooks(block.pack, block.unpack):
                 output = function(*args, **kwargs)
             block.offload()
-        else:
-            output = function(*args, **kwargs)
-        if before is not None:
-            before.release()
-            output.register_hook(lambda _: before.prefetch())
+            self._blocks[number] = block
+        earlier = self._blocks.pop(number - self._window, None)
+        if earlier is not None:
+            earlier.release()
+            output.register_hook(lambda _: earlier.prefetch())
         return output
 
     def keep_attention(self) -> tuple["KeptAttention", "KeptAttention"]:
@@ -204,22 +210,20 @@ class Offload:
         PyTorch's selective checkpointing keeps them where `saved_tensors_hooks` do not reach.
         """
         kept: list[Any] = []
-        return KeptAttention(self._block, kept, is_again=False), KeptAttention(self._block, kept, is_again=True)
+        return KeptAttention(self._running, kept, False), KeptAttention(self._running, kept, True)
 
 
 class KeptAttention(TorchDispatchMode):
     """Keeps the outputs of attention's operators, in order; when they run again, returns these outputs instead."""
 
-    def __init__(self, block: Block | None, kept: list[Any], is_again: bool) -> None:
+    def __init__(self, block: Block, kept: list[Any], is_again: bool) -> None:
         super().__init__()
         self._block, self._kept, self._is_again = block, kept, is_again
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        block = self._block
-        if block is None or not is_attention(operator):
-            return operator(*args, **(kwargs or {}))
-        if self._is_again:
-            return tree_map_only(View, block.unpack, self._kept.pop(0))
+        if self._is_again and is_attention(operator):
+            return tree_map_only(View, self._block.unpack, self._kept.pop(0))
         outputs = operator(*args, **(kwargs or {}))
-        self._kept.append(tree_map_only(Tensor, lambda t: block.pack(t.detach()), outputs))
+        if is_attention(operator):
+            self._kept.append(tree_map_only(Tensor, lambda t: self._block.pack(t.detach()), outputs))
         return outputs
