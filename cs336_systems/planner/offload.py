@@ -42,6 +42,8 @@ def offload_note(job: Job, card: Card | None, host_memory_bytes: float | None = 
 
     host_memory_bytes: main memory for all GPUs, to compare with.
     """
+    if not job.offloaded_blocks:
+        return "activation_offload none: the step fits without it"
     needed, count = host_bytes(job), job.world_size
     note = f"activation_offload {job.activation_offload}: {show(needed, 'bytes')} of pinned host memory a GPU"
     if host_memory_bytes is not None and count * needed > host_memory_bytes:

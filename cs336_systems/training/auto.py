@@ -97,10 +97,11 @@ def choose_offload(config: RunConfig, device: torch.device) -> tuple[str, str]:
 def planned_job(config: RunConfig, device: torch.device) -> Job:
     """The planner's job of a run, without offloading if that is auto. Raises ValueError if there is no prediction."""
     train, world_size = config.train, comm.world_size()
-    how: dict[str, Any] = dict(compile=compiles(config, device), activation_offload="none")
-    if train.activation_offload != "auto":  # then only the activations count, of one micro-batch
-        how = dict(compile=how["compile"], batch_size=micro_batch_size(train, world_size) * world_size,
-                   gradient_accumulation_steps=1)  # fmt: skip
+    how: dict[str, Any] = dict(compile=compiles(config, device), cuda_graph=train.cuda_graph is not False)
+    if train.activation_offload == "auto":
+        how |= dict(activation_offload="none")
+    else:  # only the activations count, of one micro-batch
+        how |= dict(batch_size=micro_batch_size(train, world_size) * world_size, gradient_accumulation_steps=1)
     parallel = dataclasses.replace(config.parallel, nccl_max_ctas=None)
     run = dataclasses.replace(config, train=dataclasses.replace(train, **how), parallel=parallel)
     return training_job("ddp", "", {"run": run.to_dict(), "devices": world_size})

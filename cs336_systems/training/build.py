@@ -203,7 +203,7 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
 
     def in_groups(x: Tensor, cache: list[LayerCache] | None = None, documents: Documents | None = None) -> Tensor:
         for first in range(0, len(model.layers), number):
-            x = offload.run(group, first, model.layers, x, cache, first, first + number, documents)
+            x = offload.run(group, first, None, x, cache, first, first + number, documents)
         return x
 
     model.through_blocks = in_groups  # type: ignore[method-assign, assignment]

@@ -185,19 +185,24 @@ class Offload:
         self._blocks: dict[int, Block] = {}  # that are still on the device
         self._running = Block(self._copier, set())
 
-    def run(self, function: Callable[..., Tensor], number: int, blocks: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Call `function`, which runs the block of this number, or several from it on, with the given arguments."""
+    def run(
+        self, function: Callable[..., Tensor], number: int, block: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Call `function` with the given arguments. It runs the block of this number, or several from it on.
+
+        block: its weights stay on the device. None if they are not saved, as by blocks that are checkpointed together.
+        """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if number >= self.count:
             output = function(*args, **kwargs)
         else:
-            weights = (*blocks.parameters(), *blocks.buffers())
-            self._running = block = Block(self._copier, {t.untyped_storage().data_ptr() for t in weights})
-            with saved_tensors_hooks(block.pack, block.unpack):
+            weights = () if block is None else (*block.parameters(), *block.buffers())
+            running = Block(self._copier, {t.untyped_storage().data_ptr() for t in weights})
+            self._running = self._blocks[number] = running
+            with saved_tensors_hooks(running.pack, running.unpack):
                 output = function(*args, **kwargs)
-            block.offload()
-            self._blocks[number] = block
+            running.offload()
         earlier = self._blocks.pop(number - self._window, None)
         if earlier is not None:
             earlier.release()
