@@ -19,6 +19,7 @@ a step is recorded.
 Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design".
 """
 
+import functools
 import mmap
 import weakref
 from collections.abc import Callable
@@ -41,14 +42,17 @@ class Copier:
     """Copies between a device and host memory: on a GPU in a stream of its own, elsewhere at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.device, self._is_gpu = device, device.type == "cuda"
         self._free: dict[int, list[Tensor]] = {}
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
 
     def take(self, nbytes: int) -> Tensor:
         """Host memory of this size, pinned for a GPU."""
         free = self._free.setdefault(nbytes, [])
-        return free.pop() if free else host_memory(nbytes, is_pinned=self._stream is not None)
+        return free.pop() if free else host_memory(nbytes, is_pinned=self._is_gpu)
 
     def give_back(self, buffer: Tensor) -> None:
         """Copies follow one another, so one that still reads the buffer is done before the next writes to it."""
@@ -56,7 +60,7 @@ class Copier:
 
     def start(self, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         """Copy the second of each pair to the first, after the work that is queued so far."""
-        if self._stream is None:
+        if not self._is_gpu:
             for target, source in pairs:
                 target.copy_(source)
             return None
@@ -71,22 +75,26 @@ class Copier:
         torch.cuda.current_stream(self.device).wait_event(copied)
 
 
+@functools.cache
+def copier_of(device: torch.device) -> Copier:
+    """The device's only copier. Its memory stays pinned until the process ends, for any model of the process."""
+    return Copier(device)
+
+
 def host_memory(nbytes: int, is_pinned: bool) -> Tensor:
     """A tensor of bytes in host memory. Raises OutOfMemoryError if there is no more, or if it cannot be pinned.
 
     PyTorch's own allocator of pinned memory would take the next power of two.
     """
     try:
-        memory = mmap.mmap(-1, nbytes)
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        buffer = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         if is_pinned:
             runtime = torch.cuda.cudart()
-            torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
-            weakref.finalize(memory, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
-    except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
+            if status := int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0)):
+                raise OSError(f"cudaHostRegister returned {status}")
+    except (OSError, OverflowError) as error:
         raise torch.OutOfMemoryError(
-            f"train.activation_offload: {nbytes / 2**20:,.1f} MiB more of host memory are not to be had ({reason}): "
+            f"train.activation_offload: {nbytes / 2**20:,.1f} MiB more of host memory are not to be had ({error}): "
             "offload fewer blocks"
         ) from error
     return buffer
@@ -181,7 +189,7 @@ class Offload:
 
     def __init__(self, model: TransformerLM, count: int, group: int = 1) -> None:
         self.count, self._window = count, offload_window(count, len(model.layers), group)
-        self._copier = Copier(next(model.parameters()).device)
+        self._copier = copier_of(next(model.parameters()).device)
         self._blocks: dict[int, Block] = {}  # that are still on the device
         self._running = Block(self._copier, set())
 

@@ -1,6 +1,8 @@
 """Activations in host memory: nothing changes but the memory, whenever the copies happen."""
 
+import dataclasses
 import functools
+import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
     """All activations of tiny models count as large."""
     if "real_size" not in request.fixturenames:
         monkeypatch.setattr(offload, "SMALLEST_OFFLOADED", 1)
+    monkeypatch.setattr(offload, "copier_of", Copier)  # a new one for each model
     if not request.node.get_closest_marker("gpu"):
         request.getfixturevalue("one_thread")
 
@@ -99,7 +102,7 @@ def gradients(model: TransformerLM, steps: int = 2) -> dict[str, Tensor]:
 @pytest.mark.parametrize("copier", [Copier, LateCopier])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_the_same_to_the_bit(policy: str, copier: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "Copier", copier)
+    monkeypatch.setattr(offload, "copier_of", copier)
     truth = gradients(model_of(policy, 0))
     for count in (2, 4) if policy == "groups_2" else (1, 2, 3, 4):
         assert_same_tensors(gradients(model_of(policy, count)), truth)
@@ -110,7 +113,7 @@ def test_gradients_are_the_same_to_the_bit(policy: str, copier: type, monkeypatc
 def test_compiled_blocks_too_and_they_share_one_compilation(
     policy: str, copier: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "Copier", copier)
+    monkeypatch.setattr(offload, "copier_of", copier)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
     truth = gradients(model_of(policy, 0, compile=True))
     torch._dynamo.utils.counters.clear()
@@ -435,36 +438,45 @@ class SlowCopier(Copier):
     """Its copies begin long after they could."""
 
     def start(self, pairs: Any) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(2_000_000)  # a millisecond: longer than a block takes
         return super().start(pairs)
 
 
-def fill_free_memory(*_: Any) -> None:
-    """Take and overwrite memory of all sizes that was freed, in the computing stream."""
-    taken = [torch.full((2**i,), torch.nan, device="cuda") for i in range(12, 21) for _ in range(8)]
-    del taken
+def crowd(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """After a block's forward pass and before its backward pass: take memory of all sizes and overwrite it."""
+
+    def overwrite(_: Tensor | None = None) -> None:
+        taken = [torch.full((2**i,), torch.nan, device="cuda") for i in range(12, 21) for _ in range(8)]
+        del taken
+
+    overwrite()
+    output.register_hook(overwrite)
 
 
-def losses_on_gpu(folder: Path, crowded: bool, **how: Any) -> list[Any]:
-    """Losses and gradient norms of a run, crowded: while others take all the memory that is freed."""
+def losses_on_gpu(folder: Path, is_crowded: bool, **how: Any) -> list[Any]:
+    """Losses and gradient norms of five steps. Recorded ones are replayed from the third on."""
+    torch._dynamo.reset()
     model = dict(d_model=128, d_ff=256, context_length=128, num_layers=5, attention="flash_triton")
-    settings = dict(batch_size=8, device="cuda", precision="bf16", deterministic=True, validation_interval=0) | how
-    config = make_config(folder, "run", model=model, train=settings)
-    torch.manual_seed(0)
-    built = TransformerLM(**config.model.shape.__dict__, attention=get_attention("flash_triton")).to("cuda")
-    trainer = Trainer(config, built, random_tokens(), "cuda")
+    settings = dict(batch_size=8, device="cuda", precision="bf16") | how
+    trainer = trainer_on_gpu(make_config(folder, model=model, train=settings))
     torch.use_deterministic_algorithms(True)
     try:
-        if crowded:
-            for layer in trainer.model.layers:
-                layer.register_forward_hook(fill_free_memory)
-                layer.register_full_backward_pre_hook(fill_free_memory)
-        rows = [trainer.train_step() for _ in range(6)]
+        for layer in trainer.model.layers if is_crowded else ():
+            layer.register_forward_hook(crowd)
+        rows = [trainer.train_step() for _ in range(5)]
     finally:
         torch.use_deterministic_algorithms(False)
         trainer.close()
     return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+def trainer_on_gpu(config: RunConfig) -> Trainer:
+    torch.manual_seed(0)
+    attention = get_attention(config.model.attention)
+    built = TransformerLM(**dataclasses.asdict(config.model.shape), attention=attention).to("cuda")
+    return Trainer(config, built, random_tokens(20_000), "cuda")
 
 
 @pytest.mark.gpu
@@ -477,23 +489,26 @@ def test_slow_copies_between_hungry_allocations_change_no_bit(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     how = dict(activation_checkpointing=policy, compile=compile, cuda_graph=cuda_graph)
     truth = losses_on_gpu(tmp_path, False, **how)
-    monkeypatch.setattr(offload, "Copier", SlowCopier)
+    monkeypatch.setattr(offload, "copier_of", SlowCopier)
     for count in (2, 4):
-        accumulation = dict(gradient_accumulation_steps=1)
-        assert losses_on_gpu(tmp_path, True, activation_offload=f"first_{count}", **how, **accumulation) == truth
+        assert losses_on_gpu(tmp_path, True, activation_offload=f"first_{count}", **how) == truth
 
 
 @pytest.mark.gpu
-def test_micro_batches_of_a_recorded_step_share_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_of_a_recorded_step_share_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    how = dict(gradient_accumulation_steps=4, cuda_graph=True)
-    truth = losses_on_gpu(tmp_path, False, **how)
-    monkeypatch.setattr(offload, "Copier", SlowCopier)
+    monkeypatch.setattr(offload, "copier_of", SlowCopier)
     buffers: list[Tensor] = []
     monkeypatch.setattr(offload, "host_memory", lambda n, **how: buffers.append(host_memory(n, **how)) or buffers[-1])
-    assert losses_on_gpu(tmp_path, True, activation_offload="first_3", **how) == truth
-    assert len(buffers) < 3 * 40  # those of one micro-batch
-    assert all(buffer.is_pinned() for buffer in buffers)
+    found = []
+    for batch_size, accumulation in ((2, 1), (8, 4)):
+        how = dict(batch_size=batch_size, gradient_accumulation_steps=accumulation, cuda_graph=True)
+        buffers.clear()
+        losses = losses_on_gpu(tmp_path, True, activation_offload="first_3", **how)
+        assert losses == losses_on_gpu(tmp_path, False, **how)
+        assert all(buffer.is_pinned() for buffer in buffers)
+        found.append(sorted(buffer.numel() for buffer in buffers))
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu
@@ -501,41 +516,43 @@ def test_micro_batches_of_a_recorded_step_share_host_memory(tmp_path: Path, monk
 @pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize("policy", ["none", "block"])
 def test_the_peak_is_as_planned(policy: str, cuda_graph: bool, tmp_path: Path) -> None:
-    """Within 5 %, the planner's aim; and what it falls by within 10 %."""
+    """Within 5 %, which is the planner's aim. Plain blocks make it fall by as much as planned, within 10 %."""
     model = dict(d_model=1024, d_ff=4096, num_heads=16, context_length=1024, num_layers=12, attention="sdpa")
-    peaks = []
+    how = dict(batch_size=16, precision="bf16", activation_checkpointing=policy, device="cuda", compile=False)
+    found = []
     for offloaded in ("none", "first_8"):
-        how = dict(batch_size=16, precision="bf16", activation_checkpointing=policy, activation_offload=offloaded)
-        how |= dict(device="cuda", compile=False, cuda_graph=cuda_graph, validation_interval=0)
-        config = make_config(tmp_path, model=model, train=how)
-        torch.manual_seed(0)
-        built = TransformerLM(**config.model.shape.__dict__, attention=get_attention("sdpa")).to("cuda")
-        trainer = Trainer(config, built, random_tokens(20_000), "cuda")
-        for _ in range(4):
+        gc.collect()
+        torch.cuda.empty_cache()
+        others = torch.cuda.memory_allocated()
+        train = how | dict(activation_offload=offloaded, cuda_graph=cuda_graph)
+        trainer = trainer_on_gpu(make_config(tmp_path, model=model, train=train))
+        for _ in range(3):  # the third is recorded
             torch.cuda.reset_peak_memory_stats()
             trainer.train_step()
-            if not cuda_graph or trainer._recorded is None or trainer._recorded._calls < 2:
-                measured = trainer.peak_memory_bytes()
+        measured = trainer.peak_memory_bytes() - others
         planned = peak_bytes(training_job("train-step", "", trainer.config.to_dict()))
         trainer.close()
-        del trainer, built
-        torch.cuda.empty_cache()
-        peaks.append((measured, planned))
+        del trainer
+        found.append((measured, planned))
+    for measured, planned in found:
         assert measured == pytest.approx(planned, rel=0.05)
-    (before, planned_before), (after, planned_after) = peaks
-    assert before - after == pytest.approx(planned_before - planned_after, rel=0.1)
+    (before, planned_before), (after, planned_after) = found
+    assert after < before
+    if policy == "none":
+        assert before - after == pytest.approx(planned_before - planned_after, rel=0.1)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("real_size")
-def test_a_run_with_auto_that_fits_offloads_nothing_and_is_recorded(tmp_path: Path) -> None:
-    how = dict(device="cuda", precision="bf16", activation_offload="auto", max_steps=4)
-    with tiny_trainer(make_config(tmp_path, model=dict(attention="sdpa"), train=how), device="cuda") as trainer:
-        assert (trainer.config.train.activation_offload, trainer.config.train.cuda_graph) == ("none", True)
+def test_auto_offloads_nothing_where_all_fits_and_the_step_is_recorded(tmp_path: Path) -> None:
+    how = dict(device="cuda", precision="bf16", activation_offload="auto")
+    trainer = trainer_on_gpu(make_config(tmp_path, model=dict(attention="sdpa"), train=how))
+    trainer.close()
+    assert (trainer.config.train.activation_offload, trainer.config.train.cuda_graph) == ("none", True)
 
 
 @pytest.mark.gpu
-def test_a_run_trains_validates_and_samples(tmp_path: Path) -> None:
+def test_an_offloading_run_trains_validates_and_samples(tmp_path: Path) -> None:
     how = dict(device="cuda", precision="bf16", activation_offload="first_1", activation_checkpointing="block")
     result = train(make_config(tmp_path, model=dict(num_layers=2), train=how))
     rows = read_metrics(Path(result.run_dir) / "metrics.jsonl")
