@@ -75,10 +75,8 @@ class Copier:
         torch.cuda.current_stream(self.device).wait_event(copied)
 
 
-@functools.cache
-def copier_of(device: torch.device) -> Copier:
-    """The device's only copier. Its memory stays pinned until the process ends, for any model of the process."""
-    return Copier(device)
+copier_of = functools.cache(Copier)
+"""The only copier of a device in a process. Its memory stays pinned until the process ends, for all models."""
 
 
 def host_memory(nbytes: int, is_pinned: bool) -> Tensor:
@@ -106,7 +104,7 @@ class Saved:
 
     block: "Block"
     on_host: Tensor
-    on_device: Tensor | None
+    on_device: Any  # a tensor, or None
 
     def __del__(self) -> None:
         self.block.wait()  # a copy to the device may be under way, and its memory is free from here on
@@ -149,14 +147,13 @@ class Block:
             return packed
         self.prefetch()
         self.wait()
-        assert packed.saved.on_device is not None
         where = packed.saved.on_device.untyped_storage(), packed.offset, packed.size, packed.stride
         return torch.empty(0, dtype=packed.dtype, device=self.copier.device).set_(*where)
 
     def offload(self) -> None:
         """Start the copies to host memory."""
         found = self._by_address.values()
-        self._copied = self.copier.start([(s.on_host, s.on_device) for s in found if s.on_device is not None])
+        self._copied = self.copier.start([(saved.on_host, saved.on_device) for saved in found])
 
     def release(self) -> None:
         """Free the memory on the device once it is copied."""
@@ -166,13 +163,12 @@ class Block:
 
     def prefetch(self) -> None:
         """Start the copies to the device, if they have not begun."""
-        pairs = []
-        for saved in self._by_address.values():
-            if saved.on_device is None:
-                saved.on_device = torch.empty_like(saved.on_host, device=self.copier.device)
-                pairs.append((saved.on_device, saved.on_host))
-        if pairs:
+        away = [saved for saved in self._by_address.values() if saved.on_device is None]
+        if away:
+            pairs = [(torch.empty_like(saved.on_host, device=self.copier.device), saved.on_host) for saved in away]
             self._copied = self.copier.start(pairs)
+            for saved, (on_device, _) in zip(away, pairs, strict=True):
+                saved.on_device = on_device
 
     def wait(self) -> None:
         """Let work that is queued from now on wait for the copies."""
