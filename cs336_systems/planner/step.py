@@ -250,18 +250,21 @@ def waiting_seconds(copies: list[float], layers: int, window: int, forward: floa
 
     forward, backward: seconds of a block.
     """
-    now, link, done = 0.0, 0.0, dict[int, float]()
-    for i in range(layers):
+    now, link, waited = 0.0, 0.0, 0.0
+    done: dict[int, float] = {}
+    for i in range(layers):  # after block i its copy starts, and that of block i - w has to be done
         now += forward
         if i < len(copies):
             done[i] = link = max(now, link) + copies[i]
-        now = max(now, done.get(i - window, 0.0))
+        late = max(0.0, done.get(i - window, 0.0) - now)
+        now, waited = now + late, waited + late
     done = {}
-    for i in reversed(range(layers)):
+    for i in reversed(range(layers)):  # before block i the copy of block i - w starts, and its own has to be done
         if 0 <= i - window < len(copies):
             done[i - window] = link = max(now, link) + copies[i - window]
-        now = max(now, done.get(i, 0.0)) + backward
-    return max(0.0, now - layers * (forward + backward))
+        late = max(0.0, done.get(i, 0.0) - now)
+        now, waited = now + late + backward, waited + late
+    return waited
 
 
 def _by_rate(nbytes: float, rate: float) -> str:
