@@ -82,7 +82,7 @@ copier_of = functools.cache(Copier)
 def host_memory(nbytes: int, is_pinned: bool) -> Tensor:
     """A tensor of bytes in host memory. Raises OutOfMemoryError if there is no more, or if it cannot be pinned.
 
-    PyTorch's own allocator of pinned memory would take the next power of two.
+    Pinned memory must stay until the process ends. PyTorch's own allocator of it would take the next power of two.
     """
     try:
         buffer = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
