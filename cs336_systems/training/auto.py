@@ -50,12 +50,9 @@ def resolve(config: RunConfig, device: torch.device) -> RunConfig:
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
     """Whether blocks are compiled."""
-    train = config.train
-    return (
-        train.compile_memory_budget < 1 or compilation_pays(config, device)
-        if train.compile == "auto"
-        else train.compile
-    )
+    if config.train.compile != "auto":
+        return config.train.compile
+    return config.train.compile_memory_budget < 1 or compilation_pays(config, device)
 
 
 def choose_offload(config: RunConfig, device: torch.device) -> tuple[str, str]:
