@@ -205,6 +205,18 @@ def test_a_storage_is_copied_once_and_weights_and_small_tensors_never(monkeypatc
     assert [len(buffers) for buffers in copier._free.values()] == [1]
 
 
+def test_memory_that_is_dropped_on_its_way_back_is_not_free_before_the_copy() -> None:
+    copier = LateCopier(torch.device("cpu"))
+    block = Block(copier, set())
+    packed = block.pack(torch.randn(64))
+    block.offload()
+    block.release()
+    block.prefetch()
+    assert len(copier.queue) == 1
+    del packed  # as if the rest of the backward pass had failed
+    assert copier.queue == []
+
+
 def test_host_memory_is_reused_from_step_to_step_even_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(offload, "host_memory", lambda n, **how: sizes.append(n) or host_memory(n, **how))
