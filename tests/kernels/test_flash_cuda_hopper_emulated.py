@@ -138,9 +138,7 @@ def test_the_emulator_finds_faults(fault: str) -> None:
 BACKWARD = "hopper/backward.cu"
 BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
     "dq written before TMA has added it": (
-        (BACKWARD,
-         "if (is_first) wait_until_stores_have_read();\n            meet(B::own(group), 128);\n#pragma unroll\n"
-         "            for (int j", "meet(B::own(group), 128);\n            for (int j"),
+        (BACKWARD, "claim(dq);\n            if (is_first) wait_until_stores_have_read();", "claim(dq);"),
         "shared memory written before a store has read it",
     ),
     "dq added without a fence": (
@@ -153,7 +151,7 @@ BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
                            "shared memory used without fence_async"),
     "dS of a warp's other lanes": ((BACKWARD, "fence_async();\n        __syncwarp();", "fence_async();"),
                                    "shared memory read without a barrier"),
-    "dS of the other warpgroup": ((BACKWARD, "B::ds_ready(i).wait(i / 2 & 1);", ""),
+    "dS of the other warpgroup": ((BACKWARD, "B::ds_ready(step).wait(step / 2 & 1);", ""),
                                   "shared memory read without a barrier"),
     "dS written while a product reads": ((BACKWARD, "B::empty(step + 1).wait(B::parity(step + 1) ^ 1);", ""),
                                          "an operand written while a product reads it"),
@@ -165,12 +163,37 @@ BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
         "shared memory read before the barrier of its load",
     ),
     "dK written before TMA has added dQ": (
-        (BACKWARD,
-         "if (is_first) wait_until_stores_have_read();\n            meet(B::own(group), 128);\n#pragma unroll\n"
-         "            for (int n", "meet(B::own(group), 128);\n            for (int n"),
+        (BACKWARD, "to{B::sums(group)};\n            if (is_first) wait_until_stores_have_read();",
+         "to{B::sums(group)};"),
         "shared memory written before a store has read it",
     ),
 }  # fmt: skip
+HALVES_FAULTS: dict[str, tuple[Change, str]] = {
+    "a half's operands touched early": (
+        (BACKWARD, "wait_for_products<2>();\n                claim(dv), claim(dk);\n                make_p(",
+         "p[0][0]++;\n                wait_for_products<2>();\n                claim(dv), claim(dk);\n"
+         "                make_p("),
+        "an operand in registers written while a product reads it",
+    ),
+    "the second half before its product": (
+        (BACKWARD, "wait_for_products<1>();\n                make_ds();\n                store_ds(step + 1, 1, ds);",
+         "dp[0] = 0;\n                wait_for_products<1>();\n                make_ds();\n"
+         "                store_ds(step + 1, 1, ds);"),
+        "an accumulator written while a product adds to it",
+    ),
+    "dS published before its second half": (
+        (BACKWARD, "publish_ds(step + 1);  // its", "publish_ds(step + 1); store_ds(step + 1, 1, ds);  // its"),
+        "shared memory read without a barrier",
+    ),
+    "queries given back while products read": (
+        (BACKWARD, "store_dq();\n                wait_for_products<0>();\n                claim(dv), claim(dk);\n"
+         "                release(B::empty(step));",
+         "store_dq();\n                release(B::empty(step));\n                wait_for_products<0>();\n"
+         "                claim(dv), claim(dk);"),
+        "an operand written while a product reads it",
+    ),
+}  # fmt: skip
+BACKWARD_FAULTS |= HALVES_FAULTS
 
 
 @pytest.mark.parametrize("fault", BACKWARD_FAULTS)
@@ -187,7 +210,7 @@ def test_the_emulator_finds_faults_of_the_backward_pass(fault: str) -> None:
         ("hopper/swizzle.cuh", "(row % 8)) * 16 + column % 8", "(row % 4)) * 16 + column % 8"),
         ("hopper/swizzle.cuh", "step % 4 * 32", "step % 4 * 16"),
         ("hopper/swizzle.cuh", "step * 2 * ATOM", "step * ATOM"),
-        ("hopper/swizzle.cuh", "column % 64 * 2, BLOCK_BYTES", "column % 64 * 2, 1024"),
+        ("hopper/swizzle.cuh", "step * 2 * ATOM, BLOCK_BYTES", "step * 2 * ATOM, 1024"),
     ],
     ids=["elements", "columns", "rows", "blocks"],
 )

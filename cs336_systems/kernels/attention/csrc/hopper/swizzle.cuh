@@ -45,19 +45,31 @@ struct SwizzledTile {
         return block(column / 64) + row * 128 + ((column % 64 / 8) ^ (row % 8)) * 16 + column % 8 * 2;
     }
 
+    // From an address in the first 8 columns of a block to the same place n chunks further, n up to 7.
+    __device__ static uint32_t further(uint32_t at, int n) { return at ^ n * 16; }
+
     // The operand whose sums are over columns 16 step to 16 step + 15, from a row on, a multiple of 8.
     __device__ uint64_t along_columns(int step, int row = 0) const {
-        return descriptor(block(step / 4) + row * 128 + step % 4 * 32, 16);
+        return descriptor(step / 4 * BLOCK_BYTES + row * 128 + step % 4 * 32, 16);
     }
 
-    // The operand whose sums are over rows 16 step to 16 step + 15, from a column on, a multiple of 8; it may be within
-    // a block if the operand ends in the same one.
+    // The operand whose sums are over rows 16 step to 16 step + 15, from a column on, a multiple of 64.
     __device__ uint64_t along_rows(int step, int column = 0) const {
-        return descriptor(block(column / 64) + step * 2 * ATOM + column % 64 * 2, BLOCK_BYTES);
+        return descriptor(column / 64 * BLOCK_BYTES + step * 2 * ATOM, BLOCK_BYTES);
     }
 
-    __device__ static uint64_t descriptor(uint32_t from, int leading) {
+    // The operand A of `along_columns` in registers: this thread's numbers, in the places of wgmma.cuh.
+    __device__ void read_operand(uint32_t (&a)[4], int step, int row) const {
+        const int lane = threadIdx.x % 32, first = row + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        const uint32_t from = at(first, step / 4 * 64 + lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = *shared_pointer<uint32_t>(further(from, step % 4 * 2 + i / 2) + i % 2 * ATOM);
+    }
+
+    // Most of it is the same for the whole tile; so a part costs one 32-bit addition.
+    __device__ uint64_t descriptor(uint32_t offset, int leading) const {
         constexpr uint64_t SWIZZLE_128 = 1ull << 62, STRIDE = static_cast<uint64_t>(ATOM / 16) << 32;
-        return SWIZZLE_128 | STRIDE | static_cast<uint64_t>(leading / 16) << 16 | (from & 0x3ffff) / 16;
+        const uint32_t of_tile = (address & 0x3ffff) / 16 | static_cast<uint32_t>(leading / 16) << 16;
+        return SWIZZLE_128 | STRIDE | of_tile + offset / 16;
     }
 };
