@@ -151,9 +151,9 @@ BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
                            "shared memory used without fence_async"),
     "dS of a warp's other lanes": ((BACKWARD, "fence_async();\n        __syncwarp();", "fence_async();"),
                                    "shared memory read without a barrier"),
-    "dS of the other warpgroup": ((BACKWARD, "B::ds_ready(step).wait(step / 2 & 1);", ""),
+    "dS of the other warpgroup": ((BACKWARD, "B::ds_full(step).wait(step / 2 & 1);", ""),
                                   "shared memory read without a barrier"),
-    "dS written while a product reads": ((BACKWARD, "B::empty(step + 1).wait(B::parity(step + 1) ^ 1);", ""),
+    "dS written while a product reads": ((BACKWARD, "B::ds_empty(step + 1).wait((step + 1) / 2 & 1 ^ 1);", ""),
                                          "an operand written while a product reads it"),
     "queries before their barrier": ((BACKWARD, "B::full(step).wait(B::parity(step));", ""),
                                      "shared memory read before"),
@@ -183,7 +183,7 @@ HALVES_FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "dS published before its second half": (
         (BACKWARD, "publish_ds(step + 1);  // its", "publish_ds(step + 1); store_ds(step + 1, 1, ds);  // its"),
-        "shared memory read without a barrier",
+        "shared memory used without fence_async",
     ),
     "queries given back while products read": (
         (BACKWARD, "store_dq();\n                wait_for_products<0>();\n                claim(dv), claim(dk);\n"

@@ -93,7 +93,7 @@ __device__ inline void compute(const Parameters& x, int group) {
     const auto release = [&](Barrier empty) {
         if (lane == 0) empty.arrive();  // for the warp
     };
-    // dS number i, i = 1 + step, is in place i % 2. Its first reader multiplies the dS before: zeros.
+    // dS number i is in place i % 2. Step i - 1 writes it and step i reads it; step 0 reads zeros and uses no result.
     const auto store_ds = [&](int i, int half, const uint32_t (&ds)[B::HALF / 16][4]) {
         const uint32_t first = B::ds(i).at(row, half * B::HALF + lane % 4 * 2);
 #pragma unroll
@@ -106,7 +106,7 @@ __device__ inline void compute(const Parameters& x, int group) {
     const auto publish_ds = [&](int i) {
         fence_async();
         __syncwarp();
-        release(B::ds_ready(i));
+        release(B::ds_full(i));
     };
     uint32_t zeros[B::HALF / 16][4] = {};
     for (int half = 0; half < B::HALVES; half++) store_ds(0, half, zeros);
@@ -200,7 +200,7 @@ __device__ inline void compute(const Parameters& x, int group) {
         // The warpgroup's block of dQ: 64 of 128 queries, or 64 of 128 columns.
         const auto start_dq = [&] {
             const typename B::Keys k{forget(B::k().address)};
-            B::ds_ready(step).wait(step / 2 & 1);
+            B::ds_full(step).wait(step / 2 & 1);
             fence_registers();
 #pragma unroll
             for (int n = 0; n < B::TILE / 16; n++)
@@ -240,8 +240,7 @@ __device__ inline void compute(const Parameters& x, int group) {
 
                 wait_for_products<1>();
                 make_ds();
-                // Both warpgroups have finished the step before, so they have read the dS before the last.
-                B::empty(step + 1).wait(B::parity(step + 1) ^ 1);
+                B::ds_empty(step + 1).wait((step + 1) / 2 & 1 ^ 1);
                 store_ds(step + 1, 0, ds);
                 publish_ds(step + 1);
                 start_dq();
@@ -252,6 +251,7 @@ __device__ inline void compute(const Parameters& x, int group) {
                 wait_for_products<1>();
                 claim(dv);
                 claim(dq);
+                release(B::ds_empty(step));
                 if (t > place.begin) store_dq(), add_dq(batch_head, t - 1);
                 wait_for_products<0>();
                 claim(dk);
@@ -267,8 +267,7 @@ __device__ inline void compute(const Parameters& x, int group) {
                 make_p(t * B::QUERIES);
                 wait_for_products<0>();
                 make_ds();
-                // Both warpgroups have finished the step before, so they have read the dS before the last.
-                B::empty(step + 1).wait(B::parity(step + 1) ^ 1);
+                B::ds_empty(step + 1).wait((step + 1) / 2 & 1 ^ 1);
                 store_ds(step + 1, 0, ds);
                 fence_registers();
                 add_product(dv, p, B::d_o(step), 0);
@@ -289,6 +288,7 @@ __device__ inline void compute(const Parameters& x, int group) {
                 commit_products();
                 publish_ds(step + 1);  // its fence waits for the stores, so products run meanwhile
                 wait_for_products<1>();
+                release(B::ds_empty(step));
                 store_dq();
                 wait_for_products<0>();
                 claim(dv), claim(dk);
@@ -351,7 +351,10 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS, 1)
     if (threadIdx.x == 0) {
         B::barrier(B::KV_FULL).initialise(1), B::barrier(B::KV_EMPTY).initialise(4 * B::GROUPS);
         for (int i = 0; i < B::STAGES; i++) B::full(i).initialise(1), B::empty(i).initialise(4 * B::GROUPS);
-        for (int i = 0; i < 2; i++) B::ds_ready(i).initialise(4 * B::GROUPS), B::next_ready(i).initialise(1);
+        for (int i = 0; i < 2; i++) {
+            B::ds_full(i).initialise(4 * B::GROUPS), B::ds_empty(i).initialise(4 * B::GROUPS);
+            B::next_ready(i).initialise(1);
+        }
         fence_async();
     }
     __syncthreads();

@@ -24,7 +24,7 @@ struct Backward {
     static constexpr int SUMS_BYTES = SUMS * 4, STARTS_BYTES = QUERIES * 4;
     static_assert(GROUPS * SUMS == QUERIES * HEAD && Gradients::BYTES <= SUMS_BYTES);  // both go through the same memory
 
-    static constexpr int KV_FULL = 0, KV_EMPTY = 1, FULL = 2, EMPTY = FULL + STAGES, DS = EMPTY + STAGES, NEXT = DS + 2;
+    static constexpr int KV_FULL = 0, KV_EMPTY = 1, FULL = 2, EMPTY = FULL + STAGES, DS = EMPTY + STAGES, NEXT = DS + 4;
     static constexpr int BARRIERS = NEXT + 2;
     static constexpr int SHARED_BYTES = 2 * Keys::BYTES + 2 * STAGES * Queries::BYTES + 2 * Scores::BYTES +
                                         GROUPS * SUMS_BYTES + 2 * STAGES * STARTS_BYTES + BARRIERS * Barrier::BYTES +
@@ -46,7 +46,8 @@ struct Backward {
 
     __device__ static Barrier full(int step) { return barrier(FULL + step % STAGES); }
     __device__ static Barrier empty(int step) { return barrier(EMPTY + step % STAGES); }
-    __device__ static Barrier ds_ready(int i) { return barrier(DS + i % 2); }
+    __device__ static Barrier ds_full(int i) { return barrier(DS + i % 2); }
+    __device__ static Barrier ds_empty(int i) { return barrier(DS + 2 + i % 2); }
     __device__ static Barrier next_ready(int i) { return barrier(NEXT + i % 2); }
     __device__ static int parity(int step) { return step / STAGES & 1; }
 
