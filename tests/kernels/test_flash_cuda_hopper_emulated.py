@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ o
 
 CORNERS = (
     Case(300, 300, 64, leading=(1,), is_causal=True),
+    Case(17, 200, 64, is_causal=True),  # keys that no query sees
     Case(200, 300, 128, leading=(3,)),
     Case(300, 140, 64, leading=(1,), is_causal=True, layout="off_by_one"),
     Case(129, 129, 59, is_causal=True, layout="columns_apart"),

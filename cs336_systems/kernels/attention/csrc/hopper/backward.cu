@@ -301,6 +301,7 @@ __device__ inline void compute(const Parameters& x, int group) {
             const typename B::Keys k{forget(B::k().address)};
 #pragma unroll
             for (int d = 0; d < HEAD / 16; d++) k.read_operand(k_rows[d], d, group * B::ROWS);
+            __syncwarp();  // no lane reads K any more when the first one gives it back
         }
         const int heads = x.heads / x.key_heads;
         for (int head = place.key_head * heads; head < (place.key_head + 1) * heads; head++) {
