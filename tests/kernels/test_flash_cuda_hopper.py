@@ -115,16 +115,22 @@ def compiled(source: str, tmp_path: Path, dtype: torch.dtype, head_size: int) ->
 def test_compiles_without_spills_and_waits(source: str, dtype: torch.dtype, head_size: int, tmp_path: Path) -> None:
     """ptxas reports products that it makes wait for each other (C7512, C7514, C7515) and registers it keeps in memory.
 
-    In the forward pass' loop over the keys the exponentials have to be between the wait for the scores and that for the
-    output.
+    In the loops, exponentials have to be between the wait for the scores and that for the next product.
     """
     listing, messages = compiled(source, tmp_path, dtype, head_size)
     assert "(C7" not in messages, messages
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", messages)
     assert spills == [("0", "0", "0")] * {"forward": 1, "backward": 3}[source]
-    if source == "forward":
-        landmarks = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x\d", listing)
-        loops = "".join({"H": ".", "M": "x"}.get(each[0], each[-1]) for each in landmarks)
-        products = {64: r"\.{12}", 128: r"\.{16}"}[head_size]  # S and O += P v, 16 of D or of the keys at a time
-        # Without and with a mask: 64 probabilities and two factors for the rows' sums, beside the second product.
-        assert len(re.findall(products + "1x{66}0", loops)) == 2, loops
+    landmarks = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x\d", listing)
+    # Products of 16 of the numbers that they add over, exponentials, waits for all products but the last 0, 1, 2.
+    loops = "".join({"H": ".", "M": "x"}.get(each[0], each[-1]) for each in landmarks)
+    expected, count = {
+        # S and O += P v; 64 probabilities and two factors for the rows' sums. Once without and once with a mask.
+        ("forward", 64): (r"\.{12}1x{66}0", 2),
+        ("forward", 128): (r"\.{16}1x{66}0", 2),
+        # S, dP; dV, dK, S, dP, dQ; dV, dK.
+        ("backward", 64): (r"\.{8}1x{32}0\.{24}2x{32}1\.{8}10", 1),
+        # S, dP; dV; dQ, dK.
+        ("backward", 128): (r"\.{16}1x{32}\.{4}1\.{12}10", 1),
+    }[source, head_size]
+    assert len(re.findall(expected, loops)) == count, loops
