@@ -44,6 +44,31 @@ __global__ void __launch_bounds__(128, 1) copy_kernel(const __grid_constant__ Ma
     }
 }
 
+// y = x for 64 rows, by way of the threads' operands.
+__global__ void __launch_bounds__(128, 1) operands_kernel(const __grid_constant__ Maps maps) {
+    const Rows from{shared_memory()}, to{shared_memory() + Rows::BYTES};
+    const Barrier barrier{to.address + Rows::BYTES};
+    begin(barrier);
+    if (threadIdx.x == 0) {
+        barrier.expect(Rows::BYTES);
+        for (int i = 0; i < HEAD / 64; i++) load_tile(from.block(i), maps.x, barrier, 0, 0, 0, 64 * i);
+    }
+    barrier.wait(0);
+#pragma unroll
+    for (int d = 0; d < HEAD / 16; d++) {
+        uint32_t a[4];
+        from.read_operand(a, d, 0);
+        to.write_operand(a, d, 0);
+    }
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < HEAD / 64; i++) store_tile(maps.y, to.block(i), 0, 0, 0, 64 * i);
+        commit_stores();
+        wait_for_stores();
+    }
+}
+
 // scores (64 x 128) = x y^T, and output (64 x HEAD) = scores z, the scores rounded: 64 rows of x, from shared
 // memory or from registers, 128 of y and z.
 template <bool FROM_REGISTERS>
@@ -174,6 +199,14 @@ extern "C" const char* copy(const View* x, const View* y, const int64_t* sizes, 
     if (error != nullptr) return error;
     return launch(copy_kernel, 1, 128, Rows::BYTES + Barrier::BYTES, stream, maps, static_cast<int>(place[0]),
                   static_cast<int>(place[1]), static_cast<int>(place[2]));
+}
+
+extern "C" const char* operands(const View* x, const View* y, void* stream) {
+    Maps maps;
+    const char* error = make_tensor_map<ELEMENT>(maps.x, *x, 1, 1, ROWS, HEAD, ROWS);
+    if (error == nullptr) error = make_tensor_map<ELEMENT>(maps.y, *y, 1, 1, ROWS, HEAD, ROWS);
+    if (error != nullptr) return error;
+    return launch(operands_kernel, 1, 128, 2 * Rows::BYTES + Barrier::BYTES, stream, maps);
 }
 
 extern "C" const char* products(const View* x, const View* y, const View* z, float* scores, float* output,

@@ -74,6 +74,15 @@ def test_copies_of_a_box(device: str, dtype: torch.dtype, head_size: int, column
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operands_in_registers(device: str, dtype: torch.dtype, head_size: int) -> None:
+    x = torch.randn(1, 1, 64, head_size, device=device).to(dtype)
+    y = torch.zeros_like(x)
+    assert call(device, library(device, dtype, head_size).operands, x, y) is None
+    assert torch.equal(y, x)
+
+
 @pytest.mark.parametrize("from_registers", [False, True])
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -95,13 +95,9 @@ __device__ inline void compute(const Parameters& x, int group) {
     };
     // dS number i is in place i % 2. Step i - 1 writes it and step i reads it; step 0 reads zeros and uses no result.
     const auto store_ds = [&](int i, int half, const uint32_t (&ds)[B::HALF / 16][4]) {
-        const uint32_t first = B::ds(i).at(row, half * B::HALF + lane % 4 * 2);
 #pragma unroll
-        for (int n = 0; n < B::HALF / 8; n++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                *shared_pointer<uint32_t>(B::Scores::further(first, n) + h * B::Scores::ATOM) =
-                    ds[n / 2][n % 2 * 2 + h];
+        for (int n = 0; n < B::HALF / 16; n++)
+            B::ds(i).write_operand(ds[n], half * (B::HALF / 16) + n, group * B::ROWS);
     };
     const auto publish_ds = [&](int i) {
         fence_async();
@@ -324,11 +320,13 @@ __device__ inline void compute(const Parameters& x, int group) {
             if (is_first) wait_until_stores_have_read();
             meet(B::own(group), 128);
 #pragma unroll
-            for (int n = 0; n < HEAD / 8; n++)
+            for (int n = 0; n < HEAD / 16; n++) {
+                uint32_t rounded[4];
 #pragma unroll
-                for (int h = 0; h < 2; h++)
-                    *shared_pointer<uint32_t>(to.at(16 * warp + 8 * h + lane / 4, 8 * n + lane % 4 * 2)) =
-                        pack<T>(c[4 * n + 2 * h] * factor, c[4 * n + 2 * h + 1] * factor);
+                for (int i = 0; i < 4; i++)
+                    rounded[i] = pack<T>(c[8 * n + 2 * i] * factor, c[8 * n + 2 * i + 1] * factor);
+                to.write_operand(rounded, n, 0);
+            }
             fence_async();
             meet(B::own(group), 128);
             if (is_first) {

@@ -45,9 +45,6 @@ struct SwizzledTile {
         return block(column / 64) + row * 128 + ((column % 64 / 8) ^ (row % 8)) * 16 + column % 8 * 2;
     }
 
-    // From an address in the first 8 columns of a block to the same place n chunks further, n up to 7.
-    __device__ static uint32_t further(uint32_t at, int n) { return at ^ n * 16; }
-
     // The operand whose sums are over columns 16 step to 16 step + 15, from a row on, a multiple of 8.
     __device__ uint64_t along_columns(int step, int row = 0) const {
         return descriptor(step / 4 * BLOCK_BYTES + row * 128 + step % 4 * 32, 16);
@@ -58,12 +55,16 @@ struct SwizzledTile {
         return descriptor(column / 64 * BLOCK_BYTES + step * 2 * ATOM, BLOCK_BYTES);
     }
 
-    // The operand A of `along_columns` in registers: this thread's numbers, in the places of wgmma.cuh.
-    __device__ void read_operand(uint32_t (&a)[4], int step, int row) const {
-        const int lane = threadIdx.x % 32, first = row + threadIdx.x / 32 % 4 * 16 + lane / 4;
-        const uint32_t from = at(first, step / 4 * 64 + lane % 4 * 2);
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[i] = *shared_pointer<uint32_t>(further(from, step % 4 * 2 + i / 2) + i % 2 * ATOM);
+    // The operand A of `along_columns` in registers, for a warpgroup: from the tile or to it, 64 rows from a row on, a
+    // multiple of 16. The four matrices of an instruction are a warp's 16 rows of two chunks.
+    __device__ void read_operand(uint32_t (&a)[4], int step, int row) const { load_matrices(a, in_matrices(step, row)); }
+    __device__ void write_operand(const uint32_t (&a)[4], int step, int row) const {
+        store_matrices(in_matrices(step, row), a);
+    }
+    __device__ uint32_t in_matrices(int step, int row) const {
+        const int lane = threadIdx.x % 32;
+        const uint32_t first = at(row + threadIdx.x / 32 % 4 * 16 + lane % 16, step / 4 * 64 + lane / 16 * 8);
+        return first ^ step % 4 * 32;  // as swizzled: 16 columns further within the block
     }
 
     // Most of it is the same for the whole tile; so a part costs one 32-bit addition.
