@@ -12,7 +12,7 @@ from cs336_systems.kernels.attention import flash_cuda_build
 from cs336_systems.kernels.attention import flash_cuda_hopper as module
 from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
 from tests.kernels import run_flash_cuda
-from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests
+from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests, gradients
 from tests.kernels.test_flash_cuda import under_sanitizer
 
 DEVICE = "cuda"
@@ -54,6 +54,32 @@ class TestFlashCudaHopper(FlashKernelTests):
 def test_same_bits_twice(d: int) -> None:
     q, k, v, _ = (x.detach() for x in Case(1000, 1000, d, (2, 3)).inputs(torch.bfloat16, DEVICE))
     assert torch.equal(flash_cuda(q, k, v, True), flash_cuda(q, k, v, True))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_they_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = (x.detach() for x in Case(1000, 1000, 64, (2, 3)).inputs(torch.bfloat16, DEVICE))
+    expected = flash_cuda(q, k, v, True)
+    monkeypatch.delenv("CS336_FLASH_CUDA")
+    assert torch.equal(flash_cuda(q, k, v, True), expected)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_same_gradients_twice_where_asked(d: int) -> None:
+    case = Case(2000, 2000, d, (2, 3))
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (
+            gradients(flash_cuda(q, k, v, True), [q, k, v], dO)
+            for q, k, v, dO in (case.inputs(torch.bfloat16, DEVICE) for _ in range(2))
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
 
 
 @pytest.mark.gpu

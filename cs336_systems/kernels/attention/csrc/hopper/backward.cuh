@@ -46,6 +46,7 @@ struct Backward {
 
     __device__ static Barrier full(int step) { return barrier(FULL + step % STAGES); }
     __device__ static Barrier empty(int step) { return barrier(EMPTY + step % STAGES); }
+    // A place of dS: both warpgroups have written their rows; both have finished the product that reads it.
     __device__ static Barrier ds_full(int i) { return barrier(DS + i % 2); }
     __device__ static Barrier ds_empty(int i) { return barrier(DS + 2 + i % 2); }
     __device__ static Barrier next_ready(int i) { return barrier(NEXT + i % 2); }

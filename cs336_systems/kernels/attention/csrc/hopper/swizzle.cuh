@@ -57,11 +57,12 @@ struct SwizzledTile {
 
     // The operand A of `along_columns` in registers, for a warpgroup: from the tile or to it, 64 rows from a row on, a
     // multiple of 16. The four matrices of an instruction are a warp's 16 rows of two chunks.
-    __device__ void read_operand(uint32_t (&a)[4], int step, int row) const { load_matrices(a, in_matrices(step, row)); }
+    __device__ void read_operand(uint32_t (&a)[4], int step, int row) const { load_matrices(a, matrix_row(step, row)); }
     __device__ void write_operand(const uint32_t (&a)[4], int step, int row) const {
-        store_matrices(in_matrices(step, row), a);
+        store_matrices(matrix_row(step, row), a);
     }
-    __device__ uint32_t in_matrices(int step, int row) const {
+    // Where the row of a matrix is that this lane names.
+    __device__ uint32_t matrix_row(int step, int row) const {
         const int lane = threadIdx.x % 32;
         const uint32_t first = at(row + threadIdx.x / 32 % 4 * 16 + lane % 16, step / 4 * 64 + lane / 16 * 8);
         return first ^ step % 4 * 32;  // as swizzled: 16 columns further within the block
