@@ -93,16 +93,16 @@ __device__ inline void compute(const Parameters& x, int group) {
     const auto release = [&](Barrier empty) {
         if (lane == 0) empty.arrive();  // for the warp
     };
-    // dS number i is in place i % 2. Step i - 1 writes it and step i reads it; step 0 reads zeros and uses no result.
-    const auto store_ds = [&](int i, int half, const uint32_t (&ds)[B::HALF / 16][4]) {
+    // The dS that a step reads is that of the step before. Step 0 reads zeros, and its dQ' is not used.
+    const auto store_ds = [&](int reader, int half, const uint32_t (&ds)[B::HALF / 16][4]) {
 #pragma unroll
         for (int n = 0; n < B::HALF / 16; n++)
-            B::ds(i).write_operand(ds[n], half * (B::HALF / 16) + n, group * B::ROWS);
+            B::ds(reader).write_operand(ds[n], half * (B::HALF / 16) + n, group * B::ROWS);
     };
-    const auto publish_ds = [&](int i) {
+    const auto publish_ds = [&](int reader) {
         fence_async();
         __syncwarp();
-        release(B::ds_full(i));
+        release(B::ds_full(reader));
     };
     uint32_t zeros[B::HALF / 16][4] = {};
     for (int half = 0; half < B::HALVES; half++) store_ds(0, half, zeros);
@@ -196,7 +196,7 @@ __device__ inline void compute(const Parameters& x, int group) {
         // The warpgroup's block of dQ: 64 of 128 queries, or 64 of 128 columns.
         const auto start_dq = [&] {
             const typename B::Keys k{forget(B::k().address)};
-            B::ds_full(step).wait(step / 2 & 1);
+            B::ds_full(step).wait(B::parity(step));
             fence_registers();
 #pragma unroll
             for (int n = 0; n < B::TILE / 16; n++)
@@ -236,7 +236,7 @@ __device__ inline void compute(const Parameters& x, int group) {
 
                 wait_for_products<1>();
                 make_ds();
-                B::ds_empty(step + 1).wait((step + 1) / 2 & 1 ^ 1);
+                B::ds_empty(step + 1).wait(B::parity(step + 1) ^ 1);
                 store_ds(step + 1, 0, ds);
                 publish_ds(step + 1);
                 start_dq();
@@ -263,7 +263,7 @@ __device__ inline void compute(const Parameters& x, int group) {
                 make_p(t * B::QUERIES);
                 wait_for_products<0>();
                 make_ds();
-                B::ds_empty(step + 1).wait((step + 1) / 2 & 1 ^ 1);
+                B::ds_empty(step + 1).wait(B::parity(step + 1) ^ 1);
                 store_ds(step + 1, 0, ds);
                 fence_registers();
                 add_product(dv, p, B::d_o(step), 0);
@@ -349,11 +349,11 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS, 1)
     using B = Backward<HEAD>;
     if (threadIdx.x == 0) {
         B::barrier(B::KV_FULL).initialise(1), B::barrier(B::KV_EMPTY).initialise(4 * B::GROUPS);
-        for (int i = 0; i < B::STAGES; i++) B::full(i).initialise(1), B::empty(i).initialise(4 * B::GROUPS);
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < B::STAGES; i++) {
+            B::full(i).initialise(1), B::empty(i).initialise(4 * B::GROUPS);
             B::ds_full(i).initialise(4 * B::GROUPS), B::ds_empty(i).initialise(4 * B::GROUPS);
-            B::next_ready(i).initialise(1);
         }
+        for (int i = 0; i < 2; i++) B::next_ready(i).initialise(1);
         fence_async();
     }
     __syncthreads();

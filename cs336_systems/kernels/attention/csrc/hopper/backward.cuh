@@ -22,35 +22,38 @@ struct Backward {
     using Gradients = SwizzledTile<ROWS, HEAD>;   // dK or dV of a warpgroup
     static constexpr int SUMS = 64 * 64;          // a block of dQ: each warpgroup computes one of a tile's two
     static constexpr int SUMS_BYTES = SUMS * 4, STARTS_BYTES = QUERIES * 4;
-    static_assert(GROUPS * SUMS == QUERIES * HEAD && Gradients::BYTES <= SUMS_BYTES);  // both go through the same memory
+    static_assert(GROUPS * SUMS == QUERIES * HEAD);
+    static_assert(Gradients::BYTES <= SUMS_BYTES);  // both go through the same memory
 
-    static constexpr int KV_FULL = 0, KV_EMPTY = 1, FULL = 2, EMPTY = FULL + STAGES, DS = EMPTY + STAGES, NEXT = DS + 4;
-    static constexpr int BARRIERS = NEXT + 2;
-    static constexpr int SHARED_BYTES = 2 * Keys::BYTES + 2 * STAGES * Queries::BYTES + 2 * Scores::BYTES +
+    static constexpr int KV_FULL = 0, KV_EMPTY = 1, FULL = 2, EMPTY = FULL + STAGES, DS = EMPTY + STAGES;
+    static constexpr int NEXT = DS + 2 * STAGES, BARRIERS = NEXT + 2;
+    static constexpr int SHARED_BYTES = 2 * Keys::BYTES + 2 * STAGES * Queries::BYTES + STAGES * Scores::BYTES +
                                         GROUPS * SUMS_BYTES + 2 * STAGES * STARTS_BYTES + BARRIERS * Barrier::BYTES +
                                         2 * sizeof(int);
 
     // Shared memory, in this order.
     __device__ static Keys k() { return {shared_memory()}; }
     __device__ static Keys v() { return {k().address + Keys::BYTES}; }
-    __device__ static Queries q(int step) { return {v().address + Keys::BYTES + step % STAGES * Queries::BYTES}; }
-    __device__ static Queries d_o(int step) { return {q(0).address + (STAGES + step % STAGES) * Queries::BYTES}; }
-    __device__ static Scores ds(int i) { return {q(0).address + 2 * STAGES * Queries::BYTES + i % 2 * Scores::BYTES}; }
-    __device__ static uint32_t sums(int group) { return ds(0).address + 2 * Scores::BYTES + group * SUMS_BYTES; }
-    __device__ static uint32_t s_starts(int step) { return sums(GROUPS) + step % STAGES * STARTS_BYTES; }
-    __device__ static uint32_t dp_starts(int step) { return s_starts(0) + (STAGES + step % STAGES) * STARTS_BYTES; }
+    __device__ static Queries q(uint32_t step) { return {v().address + Keys::BYTES + step % STAGES * Queries::BYTES}; }
+    __device__ static Queries d_o(uint32_t step) { return {q(0).address + (STAGES + step % STAGES) * Queries::BYTES}; }
+    __device__ static Scores ds(uint32_t step) {
+        return {q(0).address + 2 * STAGES * Queries::BYTES + step % STAGES * Scores::BYTES};
+    }
+    __device__ static uint32_t sums(int group) { return ds(0).address + STAGES * Scores::BYTES + group * SUMS_BYTES; }
+    __device__ static uint32_t s_starts(uint32_t step) { return sums(GROUPS) + step % STAGES * STARTS_BYTES; }
+    __device__ static uint32_t dp_starts(uint32_t step) { return s_starts(step) + STAGES * STARTS_BYTES; }
     __device__ static Barrier barrier(int i) {
         return {s_starts(0) + 2 * STAGES * STARTS_BYTES + i * Barrier::BYTES};
     }
     __device__ static uint32_t next_tile(int i) { return barrier(BARRIERS).address + i % 2 * 4; }
 
-    __device__ static Barrier full(int step) { return barrier(FULL + step % STAGES); }
-    __device__ static Barrier empty(int step) { return barrier(EMPTY + step % STAGES); }
+    __device__ static Barrier full(uint32_t step) { return barrier(FULL + step % STAGES); }
+    __device__ static Barrier empty(uint32_t step) { return barrier(EMPTY + step % STAGES); }
     // A place of dS: both warpgroups have written their rows; both have finished the product that reads it.
-    __device__ static Barrier ds_full(int i) { return barrier(DS + i % 2); }
-    __device__ static Barrier ds_empty(int i) { return barrier(DS + 2 + i % 2); }
+    __device__ static Barrier ds_full(uint32_t step) { return barrier(DS + step % STAGES); }
+    __device__ static Barrier ds_empty(uint32_t step) { return barrier(DS + STAGES + step % STAGES); }
     __device__ static Barrier next_ready(int i) { return barrier(NEXT + i % 2); }
-    __device__ static int parity(int step) { return step / STAGES & 1; }
+    __device__ static int parity(uint32_t step) { return step / STAGES & 1; }
 
     __device__ static int own(int group) { return 1 + group; }  // a named barrier
 };
