@@ -368,11 +368,6 @@ def messages() -> list[str]:
     refused([one, nn.Parameter(torch.zeros(2), requires_grad=rank == 0)])
     refused([one] if rank else [one, nn.Parameter(torch.zeros(1))])
     refused([one, nn.Parameter(torch.zeros(2, 3).t())])
-    two = nn.Parameter(torch.zeros(2))
-    refused([two, nn.Parameter(two.data)])
-    refused([two, nn.Parameter(two.data if rank else torch.zeros(2))])
-    whole = torch.zeros(6)
-    refused([nn.Parameter(whole[:4]), one, nn.Parameter(whole[3:])])
     refused([nn.Parameter(torch.zeros(2, device="meta"))])
 
     optimizer = ShardedOptimizer([one], torch.optim.SGD, lr=0.5)
@@ -385,15 +380,12 @@ def messages() -> list[str]:
 
 
 def test_refuses_parameters_that_differ_over_ranks_or_cannot_be_sent() -> None:
-    for shape, frozen, count, strides, same, on_one, overlapping, meta in run_ranks(messages, 2):
+    for shape, frozen, count, strides, meta in run_ranks(messages, 2):
         differ = "different parameters in the optimizer: parameter 1 is "
         assert f"{differ}float32 (3, 3) on cpu on rank 1 and float32 (2, 3) on cpu on rank 0" in shape
         assert f"{differ}frozen float32 (2,) on cpu on rank 1 and float32 (2,) on cpu on rank 0" in frozen
         assert f"{differ}nothing on rank 1 and float32 (1,) on cpu on rank 0" in count
         assert strides.startswith("parameter 1 is float32 (3, 2) of strides (1, 3) on cpu, ")
-        assert same.startswith("parameter 1 is in the memory of parameter 0: ")
-        assert f"{differ}float32 (2,) on cpu in the memory of parameter 0 on rank 1" in on_one
-        assert overlapping.startswith("parameter 2 is in the memory of parameter 0")
         assert meta.startswith("parameter 0 is float32 (2,) on meta")
 
 
