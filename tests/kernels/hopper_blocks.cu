@@ -44,7 +44,34 @@ __global__ void __launch_bounds__(128, 1) copy_kernel(const __grid_constant__ Ma
     }
 }
 
-// scores (64 x 128) = x y^T, and output (64 x HEAD) = scores z, the scores rounded: 64 rows of x, 128 of y and z.
+// y = x for 64 rows, by way of the threads' operands.
+__global__ void __launch_bounds__(128, 1) operands_kernel(const __grid_constant__ Maps maps) {
+    const Rows from{shared_memory()}, to{shared_memory() + Rows::BYTES};
+    const Barrier barrier{to.address + Rows::BYTES};
+    begin(barrier);
+    if (threadIdx.x == 0) {
+        barrier.expect(Rows::BYTES);
+        for (int i = 0; i < HEAD / 64; i++) load_tile(from.block(i), maps.x, barrier, 0, 0, 0, 64 * i);
+    }
+    barrier.wait(0);
+#pragma unroll
+    for (int d = 0; d < HEAD / 16; d++) {
+        uint32_t a[4];
+        from.read_operand(a, d, 0);
+        to.write_operand(a, d, 0);
+    }
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < HEAD / 64; i++) store_tile(maps.y, to.block(i), 0, 0, 0, 64 * i);
+        commit_stores();
+        wait_for_stores();
+    }
+}
+
+// scores (64 x 128) = x y^T, and output (64 x HEAD) = scores z, the scores rounded: 64 rows of x, from shared
+// memory or from registers, 128 of y and z.
+template <bool FROM_REGISTERS>
 __global__ void __launch_bounds__(128, 1)
     products_kernel(const __grid_constant__ Maps maps, float* scores, float* output) {
     const Rows x{shared_memory()};
@@ -62,11 +89,17 @@ __global__ void __launch_bounds__(128, 1)
     barrier.wait(0);
 
     float s[KEYS / 2], o[HEAD / 2];
-    uint32_t p[KEYS / 16][4];
+    uint32_t p[KEYS / 16][4], rows[HEAD / 16][4];
+#pragma unroll
+    for (int d = 0; d < HEAD / 16; d++)
+        if constexpr (FROM_REGISTERS) x.read_operand(rows[d], d, 0);
     fence_registers();
 #pragma unroll
     for (int d = 0; d < HEAD / 16; d++)
-        multiply_tiles<ELEMENT, false, false>(s, x.along_columns(d), y.along_columns(d), d > 0);
+        if constexpr (FROM_REGISTERS)
+            multiply_registers<ELEMENT, false>(s, rows[d], y.along_columns(d), d > 0);
+        else
+            multiply_tiles<ELEMENT, false, false>(s, x.along_columns(d), y.along_columns(d), d > 0);
     commit_products();
     wait_for_products<0>();
     claim(s);
@@ -74,7 +107,7 @@ __global__ void __launch_bounds__(128, 1)
     for (int n = 0; n < KEYS / 16; n++) operand<ELEMENT>(p[n], s, n);
     fence_registers();
 #pragma unroll
-    for (int n = 0; n < KEYS / 16; n++) multiply_registers<ELEMENT>(o, p[n], z.along_rows(n), n > 0);
+    for (int n = 0; n < KEYS / 16; n++) multiply_registers<ELEMENT, true>(o, p[n], z.along_rows(n), n > 0);
     commit_products();
     wait_for_products<0>();
     claim(o);
@@ -88,7 +121,7 @@ __global__ void __launch_bounds__(128, 1)
         output[(row + e / 2 % 2 * 8) * HEAD + e / 4 * 8 + column + e % 2] = o[e];
 }
 
-// output (64 x HEAD / 2) = x^T y for the columns of y from `column` on: 128 rows of both, 64 columns of x.
+// output (64 x 64) = x^T y for 64 columns of both, those of y from `column` on, and 128 rows.
 __global__ void __launch_bounds__(128, 1)
     transposed_kernel(const __grid_constant__ Maps maps, int column, float* output) {
     const SwizzledTile<KEYS, 64> x{shared_memory()};
@@ -101,7 +134,7 @@ __global__ void __launch_bounds__(128, 1)
         for (int i = 0; i < HEAD / 64; i++) load_tile(y.block(i), maps.y, barrier, 0, 0, 0, 64 * i);
     }
     barrier.wait(0);
-    float o[HEAD / 4];
+    float o[32];
     fence_registers();
 #pragma unroll
     for (int n = 0; n < KEYS / 16; n++)
@@ -111,8 +144,8 @@ __global__ void __launch_bounds__(128, 1)
     claim(o);
     const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int e = 0; e < HEAD / 4; e++)
-        output[(row + e / 2 % 2 * 8) * (HEAD / 2) + e / 4 * 8 + threadIdx.x % 4 * 2 + e % 2] = o[e];
+    for (int e = 0; e < 32; e++)
+        output[(row + e / 2 % 2 * 8) * 64 + e / 4 * 8 + threadIdx.x % 4 * 2 + e % 2] = o[e];
 }
 
 // to (256) += 2 from[i] of each block i, and once more: from[i] (256) is loaded, doubled, and added by TMA.
@@ -168,15 +201,23 @@ extern "C" const char* copy(const View* x, const View* y, const int64_t* sizes, 
                   static_cast<int>(place[1]), static_cast<int>(place[2]));
 }
 
+extern "C" const char* operands(const View* x, const View* y, void* stream) {
+    Maps maps;
+    const char* error = make_tensor_map<ELEMENT>(maps.x, *x, 1, 1, ROWS, HEAD, ROWS);
+    if (error == nullptr) error = make_tensor_map<ELEMENT>(maps.y, *y, 1, 1, ROWS, HEAD, ROWS);
+    if (error != nullptr) return error;
+    return launch(operands_kernel, 1, 128, 2 * Rows::BYTES + Barrier::BYTES, stream, maps);
+}
+
 extern "C" const char* products(const View* x, const View* y, const View* z, float* scores, float* output,
-                                void* stream) {
+                                const int64_t* from_registers, void* stream) {
     Maps maps;
     const char* error = make_tensor_map<ELEMENT>(maps.x, *x, 1, 1, ROWS, HEAD, ROWS);
     if (error == nullptr) error = make_tensor_map<ELEMENT>(maps.y, *y, 1, 1, KEYS, HEAD, KEYS);
     if (error == nullptr) error = make_tensor_map<ELEMENT>(maps.z, *z, 1, 1, KEYS, HEAD, KEYS);
     if (error != nullptr) return error;
-    return launch(products_kernel, 1, 128, Rows::BYTES + 2 * Keys::BYTES + Barrier::BYTES, stream, maps, scores,
-                  output);
+    return launch(*from_registers ? products_kernel<true> : products_kernel<false>, 1, 128,
+                  Rows::BYTES + 2 * Keys::BYTES + Barrier::BYTES, stream, maps, scores, output);
 }
 
 extern "C" const char* transposed(const View* x, const View* y, const int64_t* column, float* output, void* stream) {

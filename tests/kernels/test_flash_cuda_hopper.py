@@ -12,7 +12,7 @@ from cs336_systems.kernels.attention import flash_cuda_build
 from cs336_systems.kernels.attention import flash_cuda_hopper as module
 from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
 from tests.kernels import run_flash_cuda
-from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests
+from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests, gradients
 from tests.kernels.test_flash_cuda import under_sanitizer
 
 DEVICE = "cuda"
@@ -54,6 +54,32 @@ class TestFlashCudaHopper(FlashKernelTests):
 def test_same_bits_twice(d: int) -> None:
     q, k, v, _ = (x.detach() for x in Case(1000, 1000, d, (2, 3)).inputs(torch.bfloat16, DEVICE))
     assert torch.equal(flash_cuda(q, k, v, True), flash_cuda(q, k, v, True))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_they_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = (x.detach() for x in Case(1000, 1000, 64, (2, 3)).inputs(torch.bfloat16, DEVICE))
+    expected = flash_cuda(q, k, v, True)
+    monkeypatch.delenv("CS336_FLASH_CUDA")
+    assert torch.equal(flash_cuda(q, k, v, True), expected)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_same_gradients_twice_where_asked(d: int) -> None:
+    case = Case(2000, 2000, d, (2, 3))
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (
+            gradients(flash_cuda(q, k, v, True), [q, k, v], dO)
+            for q, k, v, dO in (case.inputs(torch.bfloat16, DEVICE) for _ in range(2))
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
 
 
 @pytest.mark.gpu
@@ -115,16 +141,22 @@ def compiled(source: str, tmp_path: Path, dtype: torch.dtype, head_size: int) ->
 def test_compiles_without_spills_and_waits(source: str, dtype: torch.dtype, head_size: int, tmp_path: Path) -> None:
     """ptxas reports products that it makes wait for each other (C7512, C7514, C7515) and registers it keeps in memory.
 
-    In the forward pass' loop over the keys the exponentials have to be between the wait for the scores and that for the
-    output.
+    In the loops, exponentials have to be between the wait for the scores and that for the next product.
     """
     listing, messages = compiled(source, tmp_path, dtype, head_size)
     assert "(C7" not in messages, messages
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", messages)
     assert spills == [("0", "0", "0")] * {"forward": 1, "backward": 3}[source]
-    if source == "forward":
-        landmarks = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x\d", listing)
-        loops = "".join({"H": ".", "M": "x"}.get(each[0], each[-1]) for each in landmarks)
-        products = {64: r"\.{12}", 128: r"\.{16}"}[head_size]  # S and O += P v, 16 of D or of the keys at a time
-        # Without and with a mask: 64 probabilities and two factors for the rows' sums, beside the second product.
-        assert len(re.findall(products + "1x{66}0", loops)) == 2, loops
+    landmarks = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x\d", listing)
+    # Products of 16 of the numbers that they add over, exponentials, waits for all products but the last 0, 1, 2.
+    loops = "".join({"H": ".", "M": "x"}.get(each[0], each[-1]) for each in landmarks)
+    expected, count = {
+        # S and O += P v; 64 probabilities and two factors for the rows' sums. Once without and once with a mask.
+        ("forward", 64): (r"\.{12}1x{66}0", 2),
+        ("forward", 128): (r"\.{16}1x{66}0", 2),
+        # S, dP; dV, dK, S, dP, dQ; dV, dK.
+        ("backward", 64): (r"\.{8}1x{32}0\.{24}2x{32}1\.{8}10", 1),
+        # S, dP; dV; dQ, dK.
+        ("backward", 128): (r"\.{16}1x{32}\.{4}1\.{12}10", 1),
+    }[source, head_size]
+    assert len(re.findall(expected, loops)) == count, loops

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ o
 
 CORNERS = (
     Case(300, 300, 64, leading=(1,), is_causal=True),
+    Case(17, 200, 64, is_causal=True),  # keys that no query sees
     Case(200, 300, 128, leading=(3,)),
     Case(300, 140, 64, leading=(1,), is_causal=True, layout="off_by_one"),
     Case(129, 129, 59, is_causal=True, layout="columns_apart"),
@@ -157,9 +158,7 @@ def test_the_emulator_finds_faults(fault: str) -> None:
 BACKWARD = "hopper/backward.cu"
 BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
     "dq written before TMA has added it": (
-        (BACKWARD,
-         "if (is_first) wait_until_stores_have_read();\n            meet(B::own(group), 128);\n#pragma unroll\n"
-         "            for (int j", "meet(B::own(group), 128);\n            for (int j"),
+        (BACKWARD, "claim(dq);\n            if (is_first) wait_until_stores_have_read();", "claim(dq);"),
         "shared memory written before a store has read it",
     ),
     "dq added without a fence": (
@@ -172,9 +171,9 @@ BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
                            "shared memory used without fence_async"),
     "dS of a warp's other lanes": ((BACKWARD, "fence_async();\n        __syncwarp();", "fence_async();"),
                                    "shared memory read without a barrier"),
-    "dS of the other warpgroup": ((BACKWARD, "B::ds_ready(i).wait(i / 2 & 1);", ""),
+    "dS of the other warpgroup": ((BACKWARD, "B::ds_full(step).wait(B::parity(step));", ""),
                                   "shared memory read without a barrier"),
-    "dS written while a product reads": ((BACKWARD, "B::empty(step + 1).wait(B::parity(step + 1) ^ 1);", ""),
+    "dS written while a product reads": ((BACKWARD, "B::ds_empty(step + 1).wait(B::parity(step + 1) ^ 1);", ""),
                                          "an operand written while a product reads it"),
     "queries before their barrier": ((BACKWARD, "B::full(step).wait(B::parity(step));", ""),
                                      "shared memory read before"),
@@ -184,12 +183,37 @@ BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
         "shared memory read before the barrier of its load",
     ),
     "dK written before TMA has added dQ": (
-        (BACKWARD,
-         "if (is_first) wait_until_stores_have_read();\n            meet(B::own(group), 128);\n#pragma unroll\n"
-         "            for (int n", "meet(B::own(group), 128);\n            for (int n"),
+        (BACKWARD, "to{B::sums(group)};\n            if (is_first) wait_until_stores_have_read();",
+         "to{B::sums(group)};"),
         "shared memory written before a store has read it",
     ),
 }  # fmt: skip
+HALVES_FAULTS: dict[str, tuple[Change, str]] = {
+    "a half's operands touched early": (
+        (BACKWARD, "wait_for_products<2>();\n                claim(dv), claim(dk);\n                make_p(",
+         "p[0][0]++;\n                wait_for_products<2>();\n                claim(dv), claim(dk);\n"
+         "                make_p("),
+        "an operand in registers written while a product reads it",
+    ),
+    "the second half before its product": (
+        (BACKWARD, "wait_for_products<1>();\n                make_ds();\n                store_ds(step + 1, 1, ds);",
+         "dp[0] = 0;\n                wait_for_products<1>();\n                make_ds();\n"
+         "                store_ds(step + 1, 1, ds);"),
+        "an accumulator written while a product adds to it",
+    ),
+    "dS published before its second half": (
+        (BACKWARD, "publish_ds(step + 1);  // its", "publish_ds(step + 1); store_ds(step + 1, 1, ds);  // its"),
+        "shared memory used without fence_async",
+    ),
+    "queries given back while products read": (
+        (BACKWARD, "store_dq();\n                wait_for_products<0>();\n                claim(dv), claim(dk);\n"
+         "                release(B::empty(step));",
+         "store_dq();\n                release(B::empty(step));\n                wait_for_products<0>();\n"
+         "                claim(dv), claim(dk);"),
+        "an operand written while a product reads it",
+    ),
+}  # fmt: skip
+BACKWARD_FAULTS |= HALVES_FAULTS
 
 
 @pytest.mark.parametrize("fault", in_default_tests(BACKWARD_FAULTS))
@@ -207,7 +231,7 @@ def test_the_emulator_finds_faults_of_the_backward_pass(fault: str) -> None:
         pytest.param(("hopper/swizzle.cuh", "step % 4 * 32", "step % 4 * 16"), marks=pytest.mark.slow),
         pytest.param(("hopper/swizzle.cuh", "step * 2 * ATOM", "step * ATOM"), marks=pytest.mark.slow),
         pytest.param(
-            ("hopper/swizzle.cuh", "column % 64 * 2, BLOCK_BYTES", "column % 64 * 2, 1024"), marks=pytest.mark.slow
+            ("hopper/swizzle.cuh", "step * 2 * ATOM, BLOCK_BYTES", "step * 2 * ATOM, 1024"), marks=pytest.mark.slow
         ),
     ],
     ids=["elements", "columns", "rows", "blocks"],

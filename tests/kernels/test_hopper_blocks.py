@@ -76,7 +76,17 @@ def test_copies_of_a_box(device: str, dtype: torch.dtype, head_size: int, column
 
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products(device: str, dtype: torch.dtype, head_size: int) -> None:
+def test_operands_in_registers(device: str, dtype: torch.dtype, head_size: int) -> None:
+    x = torch.randn(1, 1, 64, head_size, device=device).to(dtype)
+    y = torch.zeros_like(x)
+    assert call(device, library(device, dtype, head_size).operands, x, y) is None
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("from_registers", [False, True])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products(device: str, dtype: torch.dtype, head_size: int, from_registers: bool) -> None:
     """Small whole numbers, so that every sum is exact."""
     generator = torch.Generator().manual_seed(0)
     x, y, z = (
@@ -85,23 +95,21 @@ def test_products(device: str, dtype: torch.dtype, head_size: int) -> None:
     y[..., :, 4:] = 0  # scores up to 16: exact in bfloat16
     scores = torch.empty(64, 128, device=device)
     output = torch.empty(64, head_size, device=device)
-    assert call(device, library(device, dtype, head_size).products, x, y, z, scores, output) is None
+    assert call(device, library(device, dtype, head_size).products, x, y, z, scores, output, [from_registers]) is None
     expected = x[0, 0].float() @ y[0, 0].float().T
     assert torch.equal(scores, expected)
     assert torch.equal(output, expected @ z[0, 0].float())
 
 
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size, column", [(64, 0), (128, 0), (128, 64)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_of_transposed_tiles(device: str, dtype: torch.dtype, head_size: int, half: int) -> None:
-    """Both operands lie down the rows, the second one from the middle of a block on where head_size is 64."""
+def test_products_of_transposed_tiles(device: str, dtype: torch.dtype, head_size: int, column: int) -> None:
+    """Both operands lie down the rows."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randint(-2, 3, (1, 1, 128, n), generator=generator).to(device, dtype) for n in (64, head_size))
-    output = torch.empty(64, head_size // 2, device=device)
-    column = half * head_size // 2
+    output = torch.empty(64, 64, device=device)
     assert call(device, library(device, dtype, head_size).transposed, x, y, [column], output) is None
-    assert torch.equal(output, x[0, 0].float().T @ y[0, 0, :, column : column + head_size // 2].float())
+    assert torch.equal(output, x[0, 0].float().T @ y[0, 0, :, column : column + 64].float())
 
 
 def test_sums_in_global_memory(device: str) -> None:
@@ -144,7 +152,7 @@ def test_the_emulator_finds_faults(fault: str) -> None:
     blocks = library("cpu", torch.bfloat16, 64, change)
     if "product" in fault:
         tiles = (torch.zeros(1, 1, rows, 64, dtype=torch.bfloat16) for rows in (64, 128, 128))
-        error = call("cpu", blocks.products, *tiles, torch.empty(64, 128), torch.empty(64, 64))
+        error = call("cpu", blocks.products, *tiles, torch.empty(64, 128), torch.empty(64, 64), [0])
     else:
         error = call("cpu", blocks.sums, torch.zeros(256), torch.zeros(256), [1])
     assert str(error).startswith(found)

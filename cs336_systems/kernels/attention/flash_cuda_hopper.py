@@ -10,7 +10,8 @@ The sources, to be read in this order, each beginning with an explanation:
   registers.cuh   registers moved from one warpgroup to another
   work.cuh        the problem, and its division into tiles
   forward.cu      O and the logsumexp
-  backward.cu     dQ, dK and dV in one walk over the queries
+  backward.cu     dQ, dK and dV in one walk over the queries; backward.cuh has its sizes and its shared memory, sums.cuh
+                  the kernels before and after it
 
 They are compiled for compute capability 9.0 alone, once for each element type and head size (rounded up).
 """
@@ -64,7 +65,8 @@ def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[T
     written = [_written(x) for x in gradients]
     ends = None if band is None or band.ends is None else band.ends.contiguous()
     head_size = _built_for(q)
-    rows = q.shape[:-2].numel() * -(-q.shape[-2] // 64) * 64
+    tile = 8192 // head_size  # QUERIES of csrc/hopper/backward.cuh
+    rows = q.shape[:-2].numel() * -(-q.shape[-2] // tile) * tile
     starts, sums = (q.new_empty(rows * columns, dtype=torch.float32) for columns in (2, head_size))
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     problem = _problem(q, k, q, is_causal, band)

@@ -67,7 +67,7 @@ void wait_for_block();
 void wait_for_warp();
 
 // An operation of the 32 lanes of a warp together: each gives `in` and gets `out` when all have arrived.
-enum class Together { load, load_transposed, multiply_half, multiply_bfloat16, multiply_tf32, exchange };
+enum class Together { load, load_transposed, store, multiply_half, multiply_bfloat16, multiply_tf32, exchange };
 void together(Together what, const uint32_t* in, uint32_t* out);
 
 // An element in shared memory, which sees who reads and writes it.

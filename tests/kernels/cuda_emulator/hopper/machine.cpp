@@ -179,6 +179,20 @@ void set_registers(int number) {
 }
 
 void together(Together what, const uint32_t* in, uint32_t* out) {
+    if (what == Together::load || what == Together::store) {
+        const uint32_t lane = current % WARP;
+        for (uint32_t i = 0; i < 4; i++) {  // matrix i, whose row lane / 4 is where lane 8 i + lane / 4 says
+            const uint32_t given[2] = {in[0], lane ^ (8 * i + lane / 4)};
+            uint32_t row;
+            together(Together::exchange, given, &row);
+            const Element<uint32_t> pair{row + lane % 4 * 4};
+            if (what == Together::load)
+                out[i] = pair;
+            else
+                pair = in[1 + i];
+        }
+        return;
+    }
     if (what != Together::exchange) fail("an instruction that the machine does not have", static_cast<long>(what));
     self().what = what, self().in = in, self().out = out;
     switch_to_scheduler(State::at_warp);

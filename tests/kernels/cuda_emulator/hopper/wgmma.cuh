@@ -26,7 +26,7 @@ inline void multiply_tiles(float (&c)[N], uint64_t a, uint64_t b, bool add) {
     emulator::multiply({c, nullptr, a, b, 2 * N, add, A_DOWN_THE_ROWS, B_DOWN_THE_ROWS, IS_BFLOAT16});
 }
 
-template <typename T, int N>
+template <typename T, bool B_DOWN_THE_ROWS, int N>
 inline void multiply_registers(float (&c)[N], const uint32_t (&a)[4], uint64_t b, bool add) {
-    emulator::multiply({c, a, 0, b, 2 * N, add, false, true, std::is_same_v<T, __nv_bfloat16>});
+    emulator::multiply({c, a, 0, b, 2 * N, add, false, B_DOWN_THE_ROWS, std::is_same_v<T, __nv_bfloat16>});
 }

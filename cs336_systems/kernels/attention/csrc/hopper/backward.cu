@@ -7,90 +7,29 @@
 // A tile has TILE keys, and each of two warpgroups ROWS of them: it computes S and dP transposed, a row for each of its
 // keys, so that P and dS are, in registers, the left operands of dV and dK, which stay in registers too. Tiles of
 // QUERIES queries come by. dQ needs the dS of all keys: the warpgroups exchange it in shared memory, each computes half
-// of the columns of dQ, and TMA adds it to sums in global memory, in float32. Blocks add in any order, so the last bits
-// of dQ differ from run to run.
+// of the tile's dQ, 64 x 64 numbers, and TMA adds it to sums in global memory, in float32. Blocks add in any order, so
+// the last bits of dQ differ from run to run.
 //
 // Two things hide the waits, as in our Gluon kernel. dQ is one tile of queries late: when its product starts, the dS of
-// the other warpgroup came long ago. And S and dP start from -logsumexp and -D instead of zero. In one turn:
+// the other warpgroup came long ago. And S and dP start from -logsumexp and -D instead of zero. A turn of `walk`, with
+// dQ' of the tile before:
 //
-//     products    S, dP ........ | dV ...... | dQ of the tile before, dK ..........
-//     threads     (wait for S)   | P         | dS = P dP, store it   store dQ, TMA adds it
+//     products    S, dP ........ | dV ...... | dQ', dK .....................
+//     threads     (wait for S)   | P         | dS = P dP    store and add dQ'
+//
+// That is for HEAD = 128. For HEAD = 64 the same instructions do half of the work, and waits weigh more. Registers and
+// shared memory have room for tiles twice as long, in halves a and b: `walk_in_halves` computes P of one half beside
+// products of the other. It keeps K in registers, so that S reads a third less of shared memory. With HEAD = 128
+// neither fits, so there are two loops:
+//
+//     products    S a, dP a .... | dV a, dK a, S b, dP b, dQ' | dV b, dK b .....
+//     threads     (wait for S a) | P a, dS a    P b, dS b     | store dQ'; TMA adds it beside S a of the next tile
 //
 // Three kernels: `prepare` makes the starts and clears the sums, `gradients` is the walk, `finish` scales and rounds
-// dQ.
-#include "registers.cuh"
-#include "swizzle.cuh"
-#include "tma.cuh"
-#include "wgmma.cuh"
-#include "work.cuh"
-
-#include "../launch.cuh"
-#include "../rows.cuh"
+// dQ. The first and the last are in sums.cuh.
+#include "sums.cuh"
 
 namespace {
-
-template <int HEAD>
-struct Backward {
-    static constexpr int GROUPS = 2, ROWS = 64, TILE = GROUPS * ROWS, QUERIES = 64, STAGES = 2;
-    static constexpr int THREADS = 128 * (GROUPS + 1), REGISTERS = 240, LOADING_REGISTERS = 24;
-
-    using Keys = SwizzledTile<TILE, HEAD>;         // and values, of both warpgroups
-    using Queries = SwizzledTile<QUERIES, HEAD>;   // and dO
-    using Scores = SwizzledTile<TILE, QUERIES>;    // dS, transposed
-    using Gradients = SwizzledTile<ROWS, HEAD>;    // dK or dV of a warpgroup
-    static constexpr int SUMS = QUERIES * HEAD / GROUPS;  // numbers of dQ that a warpgroup computes
-    static constexpr int SUMS_BYTES = SUMS * 4, STARTS_BYTES = QUERIES * 4;
-    static_assert(Gradients::BYTES == SUMS_BYTES);  // they go through the same memory
-
-    static constexpr int KV_FULL = 0, KV_EMPTY = 1, FULL = 2, EMPTY = FULL + STAGES, DS = EMPTY + STAGES, NEXT = DS + 2;
-    static constexpr int BARRIERS = NEXT + 2;
-    static constexpr int SHARED_BYTES = 2 * Keys::BYTES + 2 * STAGES * Queries::BYTES + 2 * Scores::BYTES +
-                                        GROUPS * SUMS_BYTES + 2 * STAGES * STARTS_BYTES + BARRIERS * Barrier::BYTES +
-                                        2 * sizeof(int);
-
-    // Shared memory, in this order.
-    __device__ static Keys k() { return {shared_memory()}; }
-    __device__ static Keys v() { return {k().address + Keys::BYTES}; }
-    __device__ static Queries q(int step) { return {v().address + Keys::BYTES + step % STAGES * Queries::BYTES}; }
-    __device__ static Queries d_o(int step) { return {q(0).address + (STAGES + step % STAGES) * Queries::BYTES}; }
-    __device__ static Scores ds(int i) { return {q(0).address + 2 * STAGES * Queries::BYTES + i % 2 * Scores::BYTES}; }
-    __device__ static uint32_t sums(int group) { return ds(0).address + 2 * Scores::BYTES + group * SUMS_BYTES; }
-    __device__ static uint32_t s_starts(int step) { return sums(GROUPS) + step % STAGES * STARTS_BYTES; }
-    __device__ static uint32_t dp_starts(int step) { return s_starts(0) + (STAGES + step % STAGES) * STARTS_BYTES; }
-    __device__ static Barrier barrier(int i) {
-        return {s_starts(0) + 2 * STAGES * STARTS_BYTES + i * Barrier::BYTES};
-    }
-    __device__ static uint32_t next_tile(int i) { return barrier(BARRIERS).address + i % 2 * 4; }
-
-    __device__ static Barrier full(int step) { return barrier(FULL + step % STAGES); }
-    __device__ static Barrier empty(int step) { return barrier(EMPTY + step % STAGES); }
-    __device__ static Barrier ds_ready(int i) { return barrier(DS + i % 2); }
-    __device__ static Barrier next_ready(int i) { return barrier(NEXT + i % 2); }
-    __device__ static int parity(int step) { return step / STAGES & 1; }
-
-    __device__ static int own(int group) { return 1 + group; }  // a named barrier
-};
-
-struct Parameters : Sizes32 {
-    TensorMap q, k, v, d_o, dk, dv;
-    const int* ends;  // (B, n_k): one more than the last query of each key's document; or null
-    float* starts;    // (2, B, H, padded): -logsumexp / scale, -D; padded: n_q rounded up to tiles of queries
-    float* sums;      // (B, H, padded / QUERIES, GROUPS, SUMS): dQ / scale, in the order of `sum_of`
-    int* counter;     // tiles that were taken, not counting each block's first
-
-    // One more than the last query that sees a key, as far as the band goes.
-    __device__ int after_query(int batch, int key) const {
-        key = min(key, n_k - 1);
-        const int in_window = window < n_k - key ? key + window : INT_MAX;
-        return ends == nullptr ? in_window : min(in_window, ends[static_cast<int64_t>(batch) * n_k + key]);
-    }
-
-    template <int HEAD>
-    __device__ int64_t first_start(int batch_head, int tile) const {
-        return (static_cast<int64_t>(batch_head) * blocks_of(n_q, Backward<HEAD>::QUERIES) + tile) *
-               Backward<HEAD>::QUERIES;
-    }
-};
 
 // A tile of keys, and the tiles of queries that see it, from `begin` to before `end`.
 template <int HEAD>
@@ -150,23 +89,24 @@ __device__ inline void compute(const Parameters& x, int group) {
     const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
     const bool is_first = thread == 0;
     const float scale_log2 = x.scale * LOG2_E;
+    const int row = group * B::ROWS + 16 * warp + lane / 4;  // of the tile: this thread's keys are row and row + 8
     const auto release = [&](Barrier empty) {
         if (lane == 0) empty.arrive();  // for the warp
     };
-    const int row = group * B::ROWS + 16 * warp + lane / 4;  // of the tile: this thread's keys are row and row + 8
-    // dS number i, i = 1 + step, is in place i % 2. Its first reader multiplies the dS before: zeros.
-    const auto publish_ds = [&](int i, const uint32_t (&ds)[B::QUERIES / 16][4]) {
+    // The dS that a step reads is that of the step before. Step 0 reads zeros, and its dQ' is not used.
+    const auto store_ds = [&](int reader, int half, const uint32_t (&ds)[B::HALF / 16][4]) {
 #pragma unroll
-        for (int n = 0; n < B::QUERIES / 8; n++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                *shared_pointer<uint32_t>(B::ds(i).at(row + 8 * h, 8 * n + lane % 4 * 2)) = ds[n / 2][n % 2 * 2 + h];
+        for (int n = 0; n < B::HALF / 16; n++)
+            B::ds(reader).write_operand(ds[n], half * (B::HALF / 16) + n, group * B::ROWS);
+    };
+    const auto publish_ds = [&](int reader) {
         fence_async();
         __syncwarp();
-        release(B::ds_ready(i));
+        release(B::ds_full(reader));
     };
-    uint32_t zeros[B::QUERIES / 16][4] = {};
-    publish_ds(0, zeros);
+    uint32_t zeros[B::HALF / 16][4] = {};
+    for (int half = 0; half < B::HALVES; half++) store_ds(0, half, zeros);
+    publish_ds(0);
 
     int step = 0;
     for (int tile = blockIdx.x, i = 0; tile < x.tiles; i++) {
@@ -187,26 +127,93 @@ __device__ inline void compute(const Parameters& x, int group) {
         float dk[HEAD / 2], dv[HEAD / 2];
 #pragma unroll
         for (int e = 0; e < HEAD / 2; e++) dk[e] = dv[e] = 0.0f;
-        float dq[HEAD / 4];
+        float s[B::HALF / 2], dp[B::HALF / 2], dq[B::SUMS / 128];
+        uint32_t k_rows[HEAD / 16][4];  // K of the warpgroup as operands, for HEAD = 64
+        uint32_t p[B::HALF / 16][4], ds[B::HALF / 16][4];
 
-        const auto start_dq = [&](int i) {
+        // Sums for 64 keys and 64 queries that begin with a number for each query.
+        const auto begin_with = [&](float(&c)[B::HALF / 2], uint32_t starts) {
+#pragma unroll
+            for (int n = 0; n < B::HALF / 8; n++) {
+                const float2 pair = *shared_pointer<float2>(starts + (8 * n + lane % 4 * 2) * 4);
+                c[4 * n] = c[4 * n + 2] = pair.x;
+                c[4 * n + 1] = c[4 * n + 3] = pair.y;
+            }
+        };
+        // S and dP of a half, a group of products each.
+        const auto start_scores = [&](int half) {
+            const typename B::Keys k{forget(B::k().address)}, v{forget(B::v().address)};
+            const int query = half * B::HALF;
+            begin_with(s, B::s_starts(step) + query * 4);
+            begin_with(dp, B::dp_starts(step) + query * 4);
+            claim(s), claim(dp);  // the numbers are there before the fence
+            fence_registers();
+#pragma unroll
+            for (int d = 0; d < HEAD / 16; d++) {
+                const uint64_t q = B::q(step).along_columns(d, query);
+                if constexpr (HEAD == 64)
+                    multiply_registers<T, false>(s, k_rows[d], q, true);
+                else
+                    multiply_tiles<T, false, false>(s, k.along_columns(d, group * B::ROWS), q, true);
+            }
+            commit_products();
+            fence_registers();
+#pragma unroll
+            for (int d = 0; d < HEAD / 16; d++)
+                multiply_tiles<T, false, false>(dp, v.along_columns(d, group * B::ROWS),
+                                                B::d_o(step).along_columns(d, query), true);
+            commit_products();
+        };
+        const auto make_p = [&](int query0) {
+            claim(s);
+#pragma unroll
+            for (int e = 0; e < B::HALF / 2; e++) s[e] = exp2_fast(s[e] * scale_log2);
+            // The mask comes after: where a hidden score is above the logsumexp, 2^x may be infinite.
+            if (query0 < from_all || query0 + B::HALF > until_all) {
+#pragma unroll
+                for (int e = 0; e < B::HALF / 2; e++) {
+                    const int h = e / 2 % 2, query = query0 + e / 4 * 8 + lane % 4 * 2 + e % 2;
+                    if (query < from[h] || query >= until[h]) s[e] = 0.0f;
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < B::HALF / 16; n++) operand<T>(p[n], s, n);
+        };
+        const auto make_ds = [&] {
+            claim(dp);
+#pragma unroll
+            for (int e = 0; e < B::HALF / 2; e++) dp[e] *= s[e];
+#pragma unroll
+            for (int n = 0; n < B::HALF / 16; n++) operand<T>(ds[n], dp, n);
+        };
+        // dV += P^T dO or dK += dS^T Q, for a half.
+        const auto add_product = [&](float(&c)[HEAD / 2], const uint32_t (&a)[B::HALF / 16][4], typename B::Queries b,
+                                     int half) {
+#pragma unroll
+            for (int n = 0; n < B::HALF / 16; n++)
+                multiply_registers<T, true>(c, a[n], b.along_rows(half * (B::HALF / 16) + n), true);
+        };
+        // The warpgroup's block of dQ: 64 of 128 queries, or 64 of 128 columns.
+        const auto start_dq = [&] {
             const typename B::Keys k{forget(B::k().address)};
-            B::ds_ready(i).wait(i / 2 & 1);
+            B::ds_full(step).wait(B::parity(step));
             fence_registers();
 #pragma unroll
             for (int n = 0; n < B::TILE / 16; n++)
-                multiply_tiles<T, true, true>(dq, B::ds(i).along_rows(n), k.along_rows(n, group * (HEAD / 2)),
-                                              n > 0);
+                multiply_tiles<T, true, true>(dq, B::ds(step).along_rows(n, HEAD == 64 ? group * 64 : 0),
+                                              k.along_rows(n, HEAD == 64 ? 0 : group * 64), n > 0);
             commit_products();
         };
-        // Each thread writes four numbers at a time, in the order in which it has them.
-        const auto add_dq = [&](int batch_head, int t) {
+        const auto store_dq = [&] {
+            claim(dq);
             if (is_first) wait_until_stores_have_read();
             meet(B::own(group), 128);
 #pragma unroll
-            for (int j = 0; j < HEAD / 16; j++)
-                *shared_pointer<float4>(B::sums(group) + (j * 128 + thread) * 16) =
-                    float4{dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+            for (int n = 0; n < 8; n++)
+                *shared_pointer<float4>(B::sums(group) + (n * 128 + thread) * 16) =
+                    float4{dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
+        };
+        const auto add_dq = [&](int batch_head, int t) {
             fence_async();
             meet(B::own(group), 128);
             if (is_first) {
@@ -215,90 +222,95 @@ __device__ inline void compute(const Parameters& x, int group) {
                 commit_stores();
             }
         };
-        // Sums for 64 keys and the queries of a step that begin with a number for each query.
-        const auto begin_with = [&](float(&c)[B::QUERIES / 2], uint32_t starts) {
-#pragma unroll
-            for (int n = 0; n < B::QUERIES / 8; n++) {
-                const float2 pair = *shared_pointer<float2>(starts + (8 * n + lane % 4 * 2) * 4);
-                c[4 * n] = c[4 * n + 2] = pair.x;
-                c[4 * n + 1] = c[4 * n + 3] = pair.y;
-            }
-        };
 
-        B::barrier(B::KV_FULL).wait(i & 1);
-        const int heads = x.heads / x.key_heads;
-        for (int head = place.key_head * heads; head < (place.key_head + 1) * heads; head++) {
-            const int batch_head = place.batch * x.heads + head;
+        // A head's tiles of queries.
+        const auto walk = [&](int batch_head) {
             for (int t = place.begin; t < place.end; t++, step++) {
-                const int query0 = t * B::QUERIES;
-                const typename B::Keys k{forget(B::k().address)}, v{forget(B::v().address)};
-                float s[B::QUERIES / 2], dp[B::QUERIES / 2];
-                uint32_t p[B::QUERIES / 16][4], ds[B::QUERIES / 16][4];
                 B::full(step).wait(B::parity(step));
-                begin_with(s, B::s_starts(step));
-                begin_with(dp, B::dp_starts(step));
-                claim(s), claim(dp);  // the numbers are there before the fence
+                start_scores(0);
+                wait_for_products<1>();
+                make_p(t * B::QUERIES);
                 fence_registers();
-#pragma unroll
-                for (int d = 0; d < HEAD / 16; d++)
-                    multiply_tiles<T, false, false>(s, k.along_columns(d, group * B::ROWS),
-                                                    B::q(step).along_columns(d), true);
-                commit_products();
-                fence_registers();
-#pragma unroll
-                for (int d = 0; d < HEAD / 16; d++)
-                    multiply_tiles<T, false, false>(dp, v.along_columns(d, group * B::ROWS),
-                                                    B::d_o(step).along_columns(d), true);
+                add_product(dv, p, B::d_o(step), 0);
                 commit_products();
 
                 wait_for_products<1>();
-                claim(s);
-#pragma unroll
-                for (int e = 0; e < B::QUERIES / 2; e++) s[e] = exp2_fast(s[e] * scale_log2);
-                // The mask comes after: where a hidden score is above the logsumexp, 2^x may be infinite.
-                if (query0 < from_all || query0 + B::QUERIES > until_all) {
-#pragma unroll
-                    for (int e = 0; e < B::QUERIES / 2; e++) {
-                        const int h = e / 2 % 2, query = query0 + e / 4 * 8 + lane % 4 * 2 + e % 2;
-                        if (query < from[h] || query >= until[h]) s[e] = 0.0f;
-                    }
-                }
-#pragma unroll
-                for (int n = 0; n < B::QUERIES / 16; n++) operand<T>(p[n], s, n);
+                make_ds();
+                B::ds_empty(step + 1).wait(B::parity(step + 1) ^ 1);
+                store_ds(step + 1, 0, ds);
+                publish_ds(step + 1);
+                start_dq();
                 fence_registers();
-#pragma unroll
-                for (int n = 0; n < B::QUERIES / 16; n++)
-                    multiply_registers<T>(dv, p[n], B::d_o(step).along_rows(n), true);
+                add_product(dk, ds, B::q(step), 0);
                 commit_products();
 
                 wait_for_products<1>();
-                claim(dp);
-#pragma unroll
-                for (int e = 0; e < B::QUERIES / 2; e++) dp[e] *= s[e];
-#pragma unroll
-                for (int n = 0; n < B::QUERIES / 16; n++) operand<T>(ds[n], dp, n);
-                // Both warpgroups have finished the step before, so they have read the dS before the last.
-                B::empty(step + 1).wait(B::parity(step + 1) ^ 1);
-                publish_ds(step + 1, ds);
-                start_dq(step);
-                fence_registers();
-#pragma unroll
-                for (int n = 0; n < B::QUERIES / 16; n++)
-                    multiply_registers<T>(dk, ds[n], B::q(step).along_rows(n), true);
-                commit_products();
-
-                wait_for_products<1>();
-                claim(dq);
                 claim(dv);
-                if (t > place.begin) add_dq(batch_head, t - 1);
+                claim(dq);
+                release(B::ds_empty(step));
+                if (t > place.begin) store_dq(), add_dq(batch_head, t - 1);
                 wait_for_products<0>();
                 claim(dk);
                 release(B::empty(step));
             }
+        };
+        const auto walk_in_halves = [&](int batch_head) {
+            for (int t = place.begin; t < place.end; t++, step++) {
+                B::full(step).wait(B::parity(step));
+                start_scores(0);
+                if (t > place.begin + 1) add_dq(batch_head, t - 2);
+                wait_for_products<1>();
+                make_p(t * B::QUERIES);
+                wait_for_products<0>();
+                make_ds();
+                B::ds_empty(step + 1).wait(B::parity(step + 1) ^ 1);
+                store_ds(step + 1, 0, ds);
+                fence_registers();
+                add_product(dv, p, B::d_o(step), 0);
+                add_product(dk, ds, B::q(step), 0);
+                commit_products();
+                start_scores(1);
+                start_dq();
+
+                wait_for_products<2>();
+                claim(dv), claim(dk);
+                make_p(t * B::QUERIES + B::HALF);
+                wait_for_products<1>();
+                make_ds();
+                store_ds(step + 1, 1, ds);
+                fence_registers();
+                add_product(dv, p, B::d_o(step), 1);
+                add_product(dk, ds, B::q(step), 1);
+                commit_products();
+                publish_ds(step + 1);  // its fence waits for the stores, so products run meanwhile
+                wait_for_products<1>();
+                release(B::ds_empty(step));
+                store_dq();
+                wait_for_products<0>();
+                claim(dv), claim(dk);
+                release(B::empty(step));
+            }
+        };
+
+        B::barrier(B::KV_FULL).wait(i & 1);
+        if constexpr (HEAD == 64) {
+            const typename B::Keys k{forget(B::k().address)};
+#pragma unroll
+            for (int d = 0; d < HEAD / 16; d++) k.read_operand(k_rows[d], d, group * B::ROWS);
+            __syncwarp();  // no lane reads K any more when the first one gives it back
+        }
+        const int heads = x.heads / x.key_heads;
+        for (int head = place.key_head * heads; head < (place.key_head + 1) * heads; head++) {
+            const int batch_head = place.batch * x.heads + head;
+            if constexpr (B::HALVES == 1)
+                walk(batch_head);
+            else
+                walk_in_halves(batch_head);
             if (place.end == place.begin) continue;
-            start_dq(step);
+            if (B::HALVES == 2 && place.end > place.begin + 1) add_dq(batch_head, place.end - 2);
+            start_dq();
             wait_for_products<0>();
-            claim(dq);
+            store_dq();
             add_dq(batch_head, place.end - 1);
         }
         release(B::barrier(B::KV_EMPTY));
@@ -308,11 +320,13 @@ __device__ inline void compute(const Parameters& x, int group) {
             if (is_first) wait_until_stores_have_read();
             meet(B::own(group), 128);
 #pragma unroll
-            for (int n = 0; n < HEAD / 8; n++)
+            for (int n = 0; n < HEAD / 16; n++) {
+                uint32_t rounded[4];
 #pragma unroll
-                for (int h = 0; h < 2; h++)
-                    *shared_pointer<uint32_t>(to.at(16 * warp + 8 * h + lane / 4, 8 * n + lane % 4 * 2)) =
-                        pack<T>(c[4 * n + 2 * h] * factor, c[4 * n + 2 * h + 1] * factor);
+                for (int i = 0; i < 4; i++)
+                    rounded[i] = pack<T>(c[8 * n + 2 * i] * factor, c[8 * n + 2 * i + 1] * factor);
+                to.write_operand(rounded, n, 0);
+            }
             fence_async();
             meet(B::own(group), 128);
             if (is_first) {
@@ -335,8 +349,11 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS, 1)
     using B = Backward<HEAD>;
     if (threadIdx.x == 0) {
         B::barrier(B::KV_FULL).initialise(1), B::barrier(B::KV_EMPTY).initialise(4 * B::GROUPS);
-        for (int i = 0; i < B::STAGES; i++) B::full(i).initialise(1), B::empty(i).initialise(4 * B::GROUPS);
-        for (int i = 0; i < 2; i++) B::ds_ready(i).initialise(4 * B::GROUPS), B::next_ready(i).initialise(1);
+        for (int i = 0; i < B::STAGES; i++) {
+            B::full(i).initialise(1), B::empty(i).initialise(4 * B::GROUPS);
+            B::ds_full(i).initialise(4 * B::GROUPS), B::ds_empty(i).initialise(4 * B::GROUPS);
+        }
+        for (int i = 0; i < 2; i++) B::next_ready(i).initialise(1);
         fence_async();
     }
     __syncthreads();
@@ -347,69 +364,6 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS, 1)
     } else {
         take_registers<B::REGISTERS>();
         compute<T, HEAD>(parameters, group);
-    }
-}
-
-// Four elements of a row, from a column on, a multiple of 4; zeros beyond the row.
-template <typename T>
-__device__ inline void read_four(float (&out)[4], const T* row, int column, int columns) {
-    for (int e = 0; e < 4; e++) out[e] = column + e < columns ? to_float(row[column + e]) : 0.0f;
-}
-
-__device__ inline int64_t offset(const View& x, int batch, int head, int row) {
-    return batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
-}
-
-// The starts of QUERIES queries of a head, and zeros in their sums. A warp has a row at a time.
-template <typename T, int HEAD>
-__global__ void __launch_bounds__(128)
-    hopper_prepare_kernel(const __grid_constant__ Parameters x, View o, View d_o, const float* logsumexp) {
-    using B = Backward<HEAD>;
-    const int tiles = blocks_of(x.n_q, B::QUERIES), tile = blockIdx.x % tiles, batch_head = blockIdx.x / tiles;
-    const int batch = batch_head / x.heads, head = batch_head % x.heads, lane = threadIdx.x % 32;
-    const int64_t first = x.first_start<HEAD>(batch_head, tile), to_dp = x.first_start<HEAD>(gridDim.x / tiles, 0);
-    for (int row = threadIdx.x / 32; row < B::QUERIES; row += 4) {
-        const int query = tile * B::QUERIES + row;
-        float sum = 0.0f;
-        if (query < x.n_q)
-            for (int column = 4 * lane; column < HEAD; column += 128) {
-                float a[4], b[4];
-                read_four(a, static_cast<const T*>(o.data) + offset(o, batch, head, query), column, x.head_size);
-                read_four(b, static_cast<const T*>(d_o.data) + offset(d_o, batch, head, query), column, x.head_size);
-                for (int e = 0; e < 4; e++) sum += a[e] * b[e];
-            }
-        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-        if (lane > 0) continue;
-        // Beyond the last query the probabilities are 2^-inf = 0.
-        const float l = query < x.n_q ? logsumexp[static_cast<int64_t>(batch_head) * x.n_q + query] : INFINITY;
-        x.starts[first + row] = -l / x.scale;
-        x.starts[to_dp + first + row] = -sum;
-    }
-    for (int i = threadIdx.x; i < B::QUERIES * HEAD / 4; i += 128)
-        reinterpret_cast<float4*>(x.sums + first * HEAD)[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
-    if (blockIdx.x == 0 && threadIdx.x == 0) *x.counter = 0;
-}
-
-// dq of QUERIES queries of a head. A thread reads the numbers that one of `compute` had.
-template <typename T, int HEAD>
-__global__ void __launch_bounds__(128) hopper_finish_kernel(const __grid_constant__ Parameters x, View dq) {
-    using B = Backward<HEAD>;
-    const int tiles = blocks_of(x.n_q, B::QUERIES), tile = blockIdx.x % tiles, batch_head = blockIdx.x / tiles;
-    const int batch = batch_head / x.heads, head = batch_head % x.heads, lane = threadIdx.x % 32;
-    const float* sums = x.sums + x.first_start<HEAD>(batch_head, tile) * HEAD;
-    for (int i = 0; i < HEAD / 8; i++) {  // columns 8 i to 8 i + 7
-        const float4 four = reinterpret_cast<const float4*>(sums)[i * 128 + threadIdx.x];
-        for (int h = 0; h < 2; h++) {
-            const int query = tile * B::QUERIES + threadIdx.x / 32 * 16 + 8 * h + lane / 4;
-            const int column = 8 * i + lane % 4 * 2;
-            if (query >= x.n_q || column >= x.head_size) continue;
-            T* to = static_cast<T*>(dq.data) + offset(dq, batch, head, query) + column;
-            const float low = (h == 0 ? four.x : four.z) * x.scale, high = (h == 0 ? four.y : four.w) * x.scale;
-            if (column + 1 < x.head_size)
-                *reinterpret_cast<uint32_t*>(to) = pack<T>(low, high);
-            else
-                *to = from_float<T>(low);
-        }
     }
 }
 

@@ -194,7 +194,7 @@ __device__ inline void compute(const Parameters& x, int group) {
             fence_registers();
 #pragma unroll
             for (int n = 0; n < F::KEYS / 16; n++)
-                multiply_registers<T>(o, p[n], F::v(step).along_rows(n), add || n > 0);
+                multiply_registers<T, true>(o, p[n], F::v(step).along_rows(n), add || n > 0);
             commit_products();
         };
         // The online softmax: s becomes probabilities. With a new maximum, the sums so far shrink by 2^(old - new).

@@ -47,17 +47,31 @@ struct SwizzledTile {
 
     // The operand whose sums are over columns 16 step to 16 step + 15, from a row on, a multiple of 8.
     __device__ uint64_t along_columns(int step, int row = 0) const {
-        return descriptor(block(step / 4) + row * 128 + step % 4 * 32, 16);
+        return descriptor(step / 4 * BLOCK_BYTES + row * 128 + step % 4 * 32, 16);
     }
 
-    // The operand whose sums are over rows 16 step to 16 step + 15, from a column on, a multiple of 8; it may be within
-    // a block if the operand ends in the same one.
+    // The operand whose sums are over rows 16 step to 16 step + 15, from a column on, a multiple of 64.
     __device__ uint64_t along_rows(int step, int column = 0) const {
-        return descriptor(block(column / 64) + step * 2 * ATOM + column % 64 * 2, BLOCK_BYTES);
+        return descriptor(column / 64 * BLOCK_BYTES + step * 2 * ATOM, BLOCK_BYTES);
     }
 
-    __device__ static uint64_t descriptor(uint32_t from, int leading) {
+    // The operand A of `along_columns` in registers, for a warpgroup: from the tile or to it, 64 rows from a row on, a
+    // multiple of 16. The four matrices of an instruction are a warp's 16 rows of two chunks.
+    __device__ void read_operand(uint32_t (&a)[4], int step, int row) const { load_matrices(a, matrix_row(step, row)); }
+    __device__ void write_operand(const uint32_t (&a)[4], int step, int row) const {
+        store_matrices(matrix_row(step, row), a);
+    }
+    // Where the row of a matrix is that this lane names.
+    __device__ uint32_t matrix_row(int step, int row) const {
+        const int lane = threadIdx.x % 32;
+        const uint32_t first = at(row + threadIdx.x / 32 % 4 * 16 + lane % 16, step / 4 * 64 + lane / 16 * 8);
+        return first ^ step % 4 * 32;  // as swizzled: 16 columns further within the block
+    }
+
+    // Most of it is the same for the whole tile; so a part costs one 32-bit addition.
+    __device__ uint64_t descriptor(uint32_t offset, int leading) const {
         constexpr uint64_t SWIZZLE_128 = 1ull << 62, STRIDE = static_cast<uint64_t>(ATOM / 16) << 32;
-        return SWIZZLE_128 | STRIDE | static_cast<uint64_t>(leading / 16) << 16 | (from & 0x3ffff) / 16;
+        const uint32_t of_tile = (address & 0x3ffff) / 16 | static_cast<uint32_t>(leading / 16) << 16;
+        return SWIZZLE_128 | STRIDE | of_tile + offset / 16;
     }
 };

@@ -52,7 +52,6 @@ __device__ inline void operand(uint32_t (&a)[4], const float (&c)[N], int step) 
     for (int i = 0; i < 4; i++) a[i] = pack<T>(c[8 * step + 2 * i], c[8 * step + 2 * i + 1]);
 }
 
-#define ACCUMULATORS_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define ACCUMULATORS_32 \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -64,7 +63,6 @@ __device__ inline void operand(uint32_t (&a)[4], const float (&c)[N], int step) 
 #define EIGHT(c, i) \
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
         "+f"(c[i + 7])
-#define OPERANDS_16(c) EIGHT(c, 0), EIGHT(c, 8)
 #define OPERANDS_32(c) EIGHT(c, 0), EIGHT(c, 8), EIGHT(c, 16), EIGHT(c, 24)
 #define OPERANDS_64(c) OPERANDS_32(c), EIGHT(c, 32), EIGHT(c, 40), EIGHT(c, 48), EIGHT(c, 56)
 
@@ -77,13 +75,14 @@ __device__ inline void operand(uint32_t (&a)[4], const float (&c)[N], int step) 
                  : OPERANDS(c)                                                                                        \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(A_DOWN_THE_ROWS)),                \
                    "n"(static_cast<int>(B_DOWN_THE_ROWS)))
-#define PRODUCT_OF_REGISTERS(N, TYPE, ACCUMULATORS, OPERANDS, A, B, ADD)                                              \
+#define PRODUCT_OF_REGISTERS(N, TYPE, ACCUMULATORS, OPERANDS, A, B, ADD, B_TRANSPOSED)                                \
     asm volatile("{ .reg .pred add;\n"                                                                                \
                  "setp.ne.b32 add, " ADD ", 0;\n"                                                                     \
                  "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " " ACCUMULATORS ", " A                \
-                 ", " B ", add, 1, 1, 1; }"                                                                           \
+                 ", " B ", add, 1, 1, " B_TRANSPOSED "; }"                                                            \
                  : OPERANDS(c)                                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),                    \
+                   "n"(static_cast<int>(B_DOWN_THE_ROWS)))
 #define OF_TILES(N, TYPE, COUNT, I, J, K, L, M) \
     PRODUCT_OF_TILES(N, TYPE, ACCUMULATORS_##COUNT, OPERANDS_##COUNT, "%" #I, "%" #J, "%" #K, "%" #L, "%" #M)
 
@@ -91,13 +90,9 @@ __device__ inline void operand(uint32_t (&a)[4], const float (&c)[N], int step) 
 // `along_rows`, the others of `along_columns`.
 template <typename T, bool A_DOWN_THE_ROWS, bool B_DOWN_THE_ROWS, int N>
 __device__ inline void multiply_tiles(float (&c)[N], uint64_t a, uint64_t b, bool add) {
-    static_assert(N == 16 || N == 32 || N == 64);
+    static_assert(N == 32 || N == 64);
     constexpr bool IS_HALF = std::is_same_v<T, __half>;
-    if constexpr (N == 16 && IS_HALF)
-        OF_TILES("32", "f16", 16, 16, 17, 18, 19, 20);
-    else if constexpr (N == 16)
-        OF_TILES("32", "bf16", 16, 16, 17, 18, 19, 20);
-    else if constexpr (N == 32 && IS_HALF)
+    if constexpr (N == 32 && IS_HALF)
         OF_TILES("64", "f16", 32, 32, 33, 34, 35, 36);
     else if constexpr (N == 32)
         OF_TILES("64", "bf16", 32, 32, 33, 34, 35, 36);
@@ -107,26 +102,24 @@ __device__ inline void multiply_tiles(float (&c)[N], uint64_t a, uint64_t b, boo
         OF_TILES("128", "bf16", 64, 64, 65, 66, 67, 68);
 }
 
-// The same with A in registers, of `operand`, and B of `along_rows`.
-template <typename T, int N>
+// The same with A in registers.
+template <typename T, bool B_DOWN_THE_ROWS, int N>
 __device__ inline void multiply_registers(float (&c)[N], const uint32_t (&a)[4], uint64_t b, bool add) {
     static_assert(N == 32 || N == 64);
     constexpr bool IS_HALF = std::is_same_v<T, __half>;
     if constexpr (N == 32 && IS_HALF)
-        PRODUCT_OF_REGISTERS("64", "f16", ACCUMULATORS_32, OPERANDS_32, "{%32, %33, %34, %35}", "%36", "%37");
+        PRODUCT_OF_REGISTERS("64", "f16", ACCUMULATORS_32, OPERANDS_32, "{%32, %33, %34, %35}", "%36", "%37", "%38");
     else if constexpr (N == 32)
-        PRODUCT_OF_REGISTERS("64", "bf16", ACCUMULATORS_32, OPERANDS_32, "{%32, %33, %34, %35}", "%36", "%37");
+        PRODUCT_OF_REGISTERS("64", "bf16", ACCUMULATORS_32, OPERANDS_32, "{%32, %33, %34, %35}", "%36", "%37", "%38");
     else if constexpr (IS_HALF)
-        PRODUCT_OF_REGISTERS("128", "f16", ACCUMULATORS_64, OPERANDS_64, "{%64, %65, %66, %67}", "%68", "%69");
+        PRODUCT_OF_REGISTERS("128", "f16", ACCUMULATORS_64, OPERANDS_64, "{%64, %65, %66, %67}", "%68", "%69", "%70");
     else
-        PRODUCT_OF_REGISTERS("128", "bf16", ACCUMULATORS_64, OPERANDS_64, "{%64, %65, %66, %67}", "%68", "%69");
+        PRODUCT_OF_REGISTERS("128", "bf16", ACCUMULATORS_64, OPERANDS_64, "{%64, %65, %66, %67}", "%68", "%69", "%70");
 }
 
-#undef ACCUMULATORS_16
 #undef ACCUMULATORS_32
 #undef ACCUMULATORS_64
 #undef EIGHT
-#undef OPERANDS_16
 #undef OPERANDS_32
 #undef OPERANDS_64
 #undef OF_TILES
