@@ -159,7 +159,7 @@ def flash_backward(
             tensors["VECTORS"] = new_vectors(tensors["q_"])
         if "STARTS" in launches[0].tensors:
             tensors["STARTS"], tensors["DQ"] = new_vectors(tensors["q_"]), new_sums(tensors["q_"])
-            tensors["COUNTER"] = torch.empty(1, dtype=torch.int32, device=q.device)
+            tensors["COUNTER"] = torch.empty(1 + tensors["DQ"].numel() // 4096, dtype=torch.int32, device=q.device)
         with launches[1].compiling(tensors) if is_new and len(launches) > 1 else _NO_CONTEXT:
             launches[0](tensors)
         for launch in launches[1:]:
@@ -244,10 +244,10 @@ def _backward_launches(
         if tile_key("backward", q.shape[-1], q.dtype, tma, one_launch_small) in tile_table():
             tile = choose_tile("backward", q, tma, one_launch_small)
             return (triton_launch("backward", tensors, is_causal, tile, tma, band=band),)
-    if need_dq and need_dkv and not deterministic and _use_gluon(q, tma):
+    if need_dq and need_dkv and _use_gluon(q, tma):
         return (
             gluon_launch("prepare", tensors, is_causal),
-            gluon_launch("gradients", tensors, is_causal, band),
+            gluon_launch("gradients", tensors, is_causal, band, deterministic),
             gluon_launch("finish", tensors, is_causal),
         )
     first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq, band)
@@ -323,7 +323,9 @@ def triton_launch(
     return Launch(kernel, programs, constants, blocks, tile.num_warps, tile.num_stages)
 
 
-def gluon_launch(phase: str, tensors: Tensors, is_causal: bool, band: Band | None = None) -> Launch:
+def gluon_launch(
+    phase: str, tensors: Tensors, is_causal: bool, band: Band | None = None, is_ordered: bool = False
+) -> Launch:
     """The launch of a kernel of the Gluon modules, where `_use_gluon` says so, for tensors like these, all of them 4-D.
 
     phase is "forward" (counts in COUNTER, fills o_ and L), "prepare" (fills STARTS, DQ and COUNTER), "gradients" (reads
@@ -340,7 +342,7 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool, band: Band | Non
         )
         kernel = gluon_backward.prepare_kernel if phase == "prepare" else gluon_backward.finish_kernel
         return Launch(kernel, _padded_length(q) // 64 * q.shape[0] * q.shape[1], constants, {}, 4, num_stages=1)
-    rows, program = gluon.ROWS, gluon.GROUPS * gluon.ROWS
+    rows, program, order = gluon.ROWS, gluon.GROUPS * gluon.ROWS, {}
     if phase == "forward":
         kernel, tiled, looped_over, blocks = gluon_forward.forward_kernel, q, k, _blocks(q, rows, gluon_forward.BN)
     else:
@@ -348,12 +350,13 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool, band: Band | Non
         queries = gluon_backward.queries_of_a_tile(d_pad)
         blocks = _blocks(q, queries, rows) | {name: [1, 1, program, d_pad] for name in ("k_", "v_")}
         blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
+        order = dict(ORDERED=is_ordered)
     tiles = triton.cdiv(tiled.shape[2], program) * tiled.shape[0] * tiled.shape[1]
     scalars = _scalars(q, k, max(4, _heads_together(tiled, looped_over, 8)), band)
     return Launch(
         kernel,
         min(tiles, _num_multiprocessors(q)),
-        dict(D_PAD=d_pad, G=group_size(q, k), CAUSAL=is_causal, BAND=_kind(band), TILES=tiles, **scalars),
+        dict(D_PAD=d_pad, G=group_size(q, k), CAUSAL=is_causal, BAND=_kind(band), TILES=tiles, **order, **scalars),
         blocks,
         gluon.NUM_WARPS,
         num_stages=1,  # the kernels manage their own stages
