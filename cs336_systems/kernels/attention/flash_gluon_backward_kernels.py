@@ -2,8 +2,9 @@
 
 A tile has 128 keys, and each of the two warpgroups 64 of them: it computes their part of the scores and of dP,
 transposed, and adds to their dK and dV in registers. dQ needs the dS of all keys. The warpgroups exchange their dS in
-shared memory, each computes one half of the tile's dQ, and TMA adds it to DQ, the sums of all programs in float32. The
-order of these additions differs from run to run, and so do the last bits of dQ.
+shared memory, each computes one half of the tile's dQ, and TMA adds it to DQ, the sums of all programs in float32.
+The order of these additions differs from run to run, and so do the last bits of dQ. Where ORDERED is true, programs add
+in turn: those with later keys first, because with causal attention these reach a tile of queries first anyway.
 
 The five products, in the order of FlashAttention-2's Algorithm 2: S = q k^T, dV += P^T do, dP = do v^T, dQ += dS k and
 dK += dS^T q. S and dP are transposed here: their rows are keys, 64 for each warpgroup. Over time, for one tile of
@@ -29,6 +30,7 @@ Legend, in addition to the legend of `flash_gluon_common.py`
     QUERIES        queries of a tile: 128 where D_PAD is 64, and 64 where it is 128
     STARTS         (2 * B * H, N_PAD): -L / scale for all heads, then -delta = -rowsum(do * o) for all heads. Beyond
                    N_q L is infinite, so the probability is 0
+    ADDED          for each block of DQ the number of programs that added to it. It follows COUNTER in memory
     DQ             (B * H * N_PAD * D_PAD / 32, 32): dq / scale in float32, in blocks of 64 queries and 64 columns, each
                    in the order of `_fragments`. Where D_PAD is 128 a block of columns 64 to 127 follows each block of
                    columns 0 to 63
@@ -424,19 +426,19 @@ def _consumer(
                 )  # fmt: skip
             start += count - first
             if count > first:
-                before, last = dq_block + (count - 2) * _GROUPS, dq_block + (count - 1) * _GROUPS
                 if D_PAD == 64 and count > first + 1:
                     turn = _turn(count - 2, first_key, N_k, QUERIES, CAUSAL)
-                    _add_to_dq(DQ, ADDED, before, dq_buffers.index(group), turn, ORDERED)
+                    _add_to_dq(DQ, ADDED, dq_block + (count - 2) * _GROUPS, dq_buffers.index(group), turn, ORDERED)
                 dq = _start_dq(all_k, ds_buffers, ds_ready, start + passes, group)
                 dq = warpgroup_mma_wait(0, [dq])
-                _store_dq(dq, dq_buffers.index(group), ADDED + before, count > first + 1, ORDERED)
+                before = ADDED + dq_block + (count - 2) * _GROUPS
+                _store_dq(dq, dq_buffers.index(group), before, count > first + 1, ORDERED)
                 turn = _turn(count - 1, first_key, N_k, QUERIES, CAUSAL)
-                _add_to_dq(DQ, ADDED, last, dq_buffers.index(group), turn, ORDERED)
+                _add_to_dq(DQ, ADDED, dq_block + (count - 1) * _GROUPS, dq_buffers.index(group), turn, ORDERED)
                 if ORDERED:
                     wait_for_memory()
                     barrier()
-                    count_up(ADDED + last, True)
+                    count_up(ADDED + dq_block + (count - 1) * _GROUPS, True)
         mbarrier.arrive(kv_empty.index(0))
         tma.store_wait(0)
         store_tile(dk_, b, h, first_key, dk * scale, buffer)

@@ -78,8 +78,8 @@ def flash_triton(
     copied.
 
     deterministic: the same inputs give the same bits of dQ every time; so does PyTorch's
-    `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where the usual backward pass
-    is faster, adds to dQ in any order, and needs a float32 copy of dQ. All else is always deterministic.
+    `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where programs otherwise add to
+    dQ in any order, which is faster. All else is always deterministic.
 
     Raises ValueError naming the argument that it does not accept.
     """
@@ -329,7 +329,8 @@ def gluon_launch(
     """The launch of a kernel of the Gluon modules, where `_use_gluon` says so, for tensors like these, all of them 4-D.
 
     phase is "forward" (counts in COUNTER, fills o_ and L), "prepare" (fills STARTS, DQ and COUNTER), "gradients" (reads
-    STARTS, counts in COUNTER, fills dk_ and dv_, adds to DQ) or "finish" (reads DQ, fills dq_).
+    STARTS, counts in COUNTER, fills dk_ and dv_, adds to DQ) or "finish" (reads DQ, fills dq_). is_ordered: "gradients"
+    adds in the same order every time.
     """
     q, k = tensors["q_"], tensors["k_"]
     d_pad = padded_head_size(q.shape[3])
