@@ -161,3 +161,8 @@ def checkpointed_blocks(policy: str, group: str) -> tuple[str, int] | None:
     accepted = f"none, block, first_K, every_K or groups_K with a number K; all but groups_K may end in {BUT_ATTENTION}"
     require(is_known, f"{group}activation_checkpointing", policy, accepted)
     return (found[1], int(found[2])) if found else None
+
+
+def keeps_attention(policy: str) -> bool:
+    """Whether the blocks that a policy checkpoints keep attention's outputs."""
+    return policy.endswith(BUT_ATTENTION)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
 from .checks import (
-    BUT_ATTENTION,
     check_types,
     checkpointed_blocks,
     from_json,
     is_import_path,
+    keeps_attention,
     require,
     require_at_least,
     require_field,
@@ -196,7 +196,7 @@ class TrainConfig:
     @property
     def keeps_attention(self) -> bool:
         """Whether checkpointed blocks keep attention's outputs."""
-        return self.activation_checkpointing.endswith(BUT_ATTENTION)
+        return keeps_attention(self.activation_checkpointing)
 
     def check_checkpointed(self, num_layers: int) -> None:
         """Raise ValueError if K exceeds the number of blocks."""

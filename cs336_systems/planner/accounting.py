@@ -275,8 +275,8 @@ def activation_bytes(
 
 
 def attention_output_bytes(shape: ModelShape, tokens: int, number_bytes: int) -> int:
-    """Attention's output and logsumexp in a block, which a flash kernel's backward pass reads: c T d + 4 T H."""
-    return number_bytes * tokens * shape.d_model + 4 * tokens * shape.num_heads
+    """Attention's output and logsumexp in a block, which a flash kernel's backward pass reads: c T Q + 4 T H."""
+    return number_bytes * tokens * widths(shape)[0] + 4 * tokens * shape.num_heads
 
 
 def block_bytes(

@@ -5,7 +5,7 @@ from typing import Literal
 
 from cs336_basics.shape import ModelShape
 
-from ..config.checks import BUT_ATTENTION, check_types, checkpointed_blocks, require, require_at_least
+from ..config.checks import BUT_ATTENTION, check_types, checkpointed_blocks, keeps_attention, require, require_at_least
 from ..config.run import SHARDED
 from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION
 
@@ -33,8 +33,9 @@ IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}
 
 def check_kept_attention(policy: str, attention: str) -> None:
     """Raise ValueError if checkpointing is to keep the outputs of a kernel that is not one operator."""
-    is_possible = not policy.endswith(BUT_ATTENTION) or attention in ("flash", *FLASH_ATTENTION)
-    require(is_possible, "activation_checkpointing", policy, f"without {BUT_ATTENTION} with attention {attention!r}")
+    is_possible = not keeps_attention(policy) or attention in ("flash", *FLASH_ATTENTION)
+    accepted = f"one without {BUT_ATTENTION}, because attention is {attention!r}"
+    require(is_possible, "activation_checkpointing", policy, accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,4 +224,4 @@ class Job:
     @property
     def keeps_attention(self) -> bool:
         """Whether checkpointed blocks keep attention's outputs."""
-        return self.activation_checkpointing.endswith(BUT_ATTENTION)
+        return keeps_attention(self.activation_checkpointing)

@@ -148,6 +148,9 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
     rounding = parameter_bytes(s, dict.fromkeys(KINDS, 2)) / (2 * num_parameters(s))
     a_block, numbers = weight_copy_bytes(s, job.precision) * rounding, block_matrices(s)
     head = 0 if job.loss_chunk_tokens else 2 * s.vocab_size * s.d_model  # in chunks the loss casts by itself
+    if not job.casts_weights:
+        of_head = Term("weight copies", f"2 V d = {head:,}", head)
+        return of_head, of_head
 
     def copies(blocks: int) -> Term:
         formula = f"2 ({block_formula(s)}) L" + (" + 2 V d" if head else "")
@@ -156,9 +159,6 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
         return Term("weight copies", working + in_blocks(value, exact) if exact else "none", value)
 
     kept = kept_blocks(job)[0]
-    if not job.casts_weights:
-        of_head = Term("weight copies", f"2 V d = {head:,}", head)
-        return of_head, of_head
     return copies(kept if job.compile else s.num_layers), copies(kept)
 
 

@@ -422,7 +422,7 @@ def test_the_peak_is_the_sum_of_its_terms_and_the_largest_moment() -> None:
         ({"activation_checkpointing": "groups_2_but_attention"}, "all but groups_K may end in _but_attention"),
         (
             {"activation_checkpointing": "block_but_attention", "attention": "naive"},
-            "activation_checkpointing is 'block_but_attention': it must be without _but_attention with attention",
+            "activation_checkpointing is 'block_but_attention': it must be one without _but_attention, because",
         ),
         ({"weight_dtype": "bf16", "precision": "fp32"}, "weight_dtype is 'bf16': it must be fp32 with precision"),
         ({"compile_memory_budget": 0.5}, "compile_memory_budget is 0.5: it must be from 0 to 1"),

@@ -17,9 +17,11 @@ from cs336_basics.shape import ModelShape
 from cs336_systems.bench.instruments.live_bytes import LiveBytes
 from cs336_systems.config.model import MODEL_SIZES, ModelConfig
 from cs336_systems.config.run import TrainConfig
+from cs336_systems.kernels.attention import get_attention
 from cs336_systems.kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from cs336_systems.planner.accounting import (
     activation_bytes,
+    attention_output_bytes,
     attention_product_flops,
     best_group,
     block_bytes,
@@ -40,7 +42,7 @@ from cs336_systems.planner.accounting import (
 )
 from cs336_systems.planner.communication import num_calls
 from cs336_systems.planner.job import Job
-from cs336_systems.training.build import cast_weights, narrow_matrices
+from cs336_systems.training.build import cast_weights, narrow_matrices, prepare_blocks
 
 
 def shape_of(vocab: int, context: int, d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelShape:
@@ -301,6 +303,20 @@ def test_attentions_output_and_logsumexp_are_kept_beside_the_input() -> None:
     )
     outputs = 2 * STREAM + 4 * 2 * 3 * BLOCK.num_heads
     assert more - held == higher - peak == layers * outputs
+
+
+@pytest.mark.parametrize("options", [dict(num_kv_heads=1), dict(head_dim=6)], ids=str)
+def test_the_output_that_is_kept_is_as_wide_as_all_query_heads(options: dict[str, Any]) -> None:
+    shape, held = dataclasses.replace(BLOCK, **options), []
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    for policy in ("block", "block_but_attention"):
+        model = TransformerLM(**dataclasses.asdict(shape), attention=get_attention("sdpa"))
+        prepare_blocks(model, TrainConfig(activation_checkpointing=policy))
+        with LiveBytes() as live:
+            loss = model(tokens, targets=tokens)
+            held.append(live.now)
+        loss.backward()
+    assert held[1] - held[0] == shape.num_layers * attention_output_bytes(shape, TOKENS, 4)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def fa4(
 ) -> Tensor:
     """FlashAttention-4 (the package flash-attn-4), written in CuTe-DSL. Documents are its sequences of varying length.
 
-    How many documents there are, it must know on the host: the first call with new documents waits for the GPU.
+    The host must know the number of documents, so the first call with new documents waits for the GPU.
 
     Raises ImportError if the package is not installed, and ValueError for inputs that it does not serve: devices other
     than CUDA, dtypes other than float16 and bfloat16, head sizes that are not a multiple of 8 up to 256, no queries or
