@@ -242,3 +242,22 @@ def test_the_interpreter_finds_missing_waits_between_heads(fault: str, monkeypat
     launch_in_gluon(monkeypatch, (BETWEEN_HEADS[fault], "                pass\n"))
     with pytest.raises(AssertionError):
         check_case(flash_triton.flash_triton, Case(130, 130, 128, leading=(4,), key_heads=1), torch.bfloat16, "cpu")
+
+
+PASSED_OVER = {
+    "keys never released": ("        mbarrier.arrive(k_empty.index(step % STAGES))\n        wait", "        wait"),
+    "no turn": ("        _wait_for_turn(turns, group, step - i)\n        _pass_turn(turns, group, GROUPS)\n\n", "\n"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fault", PASSED_OVER)
+def test_the_interpreter_finds_faults_where_other_warpgroups_see_keys(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gluon_interpreter, "PATIENCE", 0.5)
+    monkeypatch.setattr(gluon_interpreter, "LAG", 0.002)
+    launch_in_gluon(monkeypatch, PASSED_OVER[fault])
+    q, k, v, _ = (x.detach() for x in Case(450, 450, 64, leading=(1, 2)).inputs(torch.bfloat16, "cpu"))
+    with pytest.raises(AssertionError):
+        flash_triton.flash_forward(q, k, v, True)

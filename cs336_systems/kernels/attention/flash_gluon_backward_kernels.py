@@ -66,6 +66,7 @@ from .flash_gluon_common import (
     next_tile,
     place,
     query_head,
+    read_count,
     store_tile,
     take_tile,
     viewed_as,
@@ -260,11 +261,20 @@ def _store_dq(dq, buffer, added, has_added, ORDERED: gl.constexpr):
 
 
 @gluon.jit
-def _add_to_dq(DQ, ADDED, block, buffer, turn, ORDERED: gl.constexpr):
-    """Have TMA add a buffer to a block of DQ. ORDERED: after `turn` others."""
+def _added(ADDED, block, ORDERED: gl.constexpr):
+    """ORDERED: how many programs have added to a block of DQ. Read early, because the answer takes a while."""
+    seen = 0
+    if ORDERED:
+        seen = read_count(ADDED + block)
+    return seen
+
+
+@gluon.jit
+def _add_to_dq(DQ, ADDED, block, buffer, seen, turn, ORDERED: gl.constexpr):
+    """Have TMA add a buffer to a block of DQ. ORDERED: after `turn` others; `seen` of them were done before."""
     fence_async_shared()
     if ORDERED:
-        wait_for_count(ADDED + block, turn)
+        wait_for_count(ADDED + block, seen, turn)
     add_out(DQ, [block * 128, 0], buffer)
 
 
@@ -290,12 +300,13 @@ def _loop_in_halves(
         q, do = q_buffers.index(stage), do_buffers.index(stage)
         s_start, dp_start = s_starts.index(stage), dp_starts.index(stage)
         q1, q2, do1, do2 = q.slice(0, 64), q.slice(64, 64), do.slice(0, 64), do.slice(64, 64)
+        seen = _added(ADDED, dq_block + gl.maximum(t - 2, first) * _GROUPS, ORDERED)
         wait_ready(ready, step)
         s = _start_tile(k, q1, s_start.slice(0, 64))
         dp = _start_tile(v, do1, dp_start.slice(0, 64))
         if t > first + 1:
             turn = _turn(t - 2, first_key, N_k, 128, CAUSAL)
-            _add_to_dq(descs[7], ADDED, dq_block + (t - 2) * _GROUPS, dq_buffers.index(group), turn, ORDERED)
+            _add_to_dq(descs[7], ADDED, dq_block + (t - 2) * _GROUPS, dq_buffers.index(group), seen, turn, ORDERED)
         s = warpgroup_mma_wait(1, [s])
         p = _probabilities(s, first_key, t * 128, limit, sc, N_k, CAUSAL, BAND, MASKED)
         dp = warpgroup_mma_wait(0, [dp])
@@ -339,6 +350,7 @@ def _loop(
         step = start + t - first
         stage = step % STAGES
         q, do = q_buffers.index(stage), do_buffers.index(stage)
+        seen = _added(ADDED, dq_block + gl.maximum(t - 1, first) * _GROUPS, ORDERED)
         wait_ready(ready, step)
         s = _start_tile(k, q, s_starts.index(stage))
         dp = _start_tile(v, do, dp_starts.index(stage))
@@ -357,7 +369,7 @@ def _loop(
         if t > first:
             _store_dq(dq, dq_buffers.index(group), ADDED + dq_block + (t - 2) * _GROUPS, t > first + 1, ORDERED)
             turn = _turn(t - 1, first_key, N_k, 64, CAUSAL)
-            _add_to_dq(descs[7], ADDED, dq_block + (t - 1) * _GROUPS, dq_buffers.index(group), turn, ORDERED)
+            _add_to_dq(descs[7], ADDED, dq_block + (t - 1) * _GROUPS, dq_buffers.index(group), seen, turn, ORDERED)
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
         mbarrier.arrive(empty.index(stage))
     return dk, dv
@@ -426,19 +438,22 @@ def _consumer(
                 )  # fmt: skip
             start += count - first
             if count > first:
+                last = dq_block + (count - 1) * _GROUPS
+                before = last - _GROUPS
                 if D_PAD == 64 and count > first + 1:
                     turn = _turn(count - 2, first_key, N_k, QUERIES, CAUSAL)
-                    _add_to_dq(DQ, ADDED, dq_block + (count - 2) * _GROUPS, dq_buffers.index(group), turn, ORDERED)
+                    seen = _added(ADDED, before, ORDERED)
+                    _add_to_dq(DQ, ADDED, before, dq_buffers.index(group), seen, turn, ORDERED)
                 dq = _start_dq(all_k, ds_buffers, ds_ready, start + passes, group)
                 dq = warpgroup_mma_wait(0, [dq])
-                before = ADDED + dq_block + (count - 2) * _GROUPS
-                _store_dq(dq, dq_buffers.index(group), before, count > first + 1, ORDERED)
+                _store_dq(dq, dq_buffers.index(group), ADDED + before, count > first + 1, ORDERED)
                 turn = _turn(count - 1, first_key, N_k, QUERIES, CAUSAL)
-                _add_to_dq(DQ, ADDED, dq_block + (count - 1) * _GROUPS, dq_buffers.index(group), turn, ORDERED)
+                seen = _added(ADDED, last, ORDERED)
+                _add_to_dq(DQ, ADDED, last, dq_buffers.index(group), seen, turn, ORDERED)
                 if ORDERED:
                     wait_for_memory()
                     barrier()
-                    count_up(ADDED + dq_block + (count - 1) * _GROUPS, True)
+                    count_up(ADDED + last, True)
         mbarrier.arrive(kv_empty.index(0))
         tma.store_wait(0)
         store_tile(dk_, b, h, first_key, dk * scale, buffer)

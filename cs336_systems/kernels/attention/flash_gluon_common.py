@@ -65,8 +65,8 @@ LAYOUTS = {
 """How TMA lays out a tile (4 axes), a block of DQ (2 axes) and a piece of STARTS (1 axis) in shared memory."""
 NUM_WARPS = 4
 """Warps of the first warpgroup; a kernel adds a second warpgroup and the warp that loads."""
-MAX_REGISTERS = 168
-"""Per thread: 65,536 over 12 warps. The kernels redistribute them."""
+MAX_REGISTERS = {2: 168, 3: 128}
+"""Per thread, by the number of warpgroups that compute: 65,536 over 12 or 16 warps. The kernels redistribute them."""
 REGISTERS = gl.constexpr([240, 24])
 """Per thread of the second warpgroup and of the warp that loads; the first warpgroup gets the rest, 240 too."""
 LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "GROUP"]
@@ -187,14 +187,20 @@ def wait_for_memory():
 
 @gluon.jit
 def count_up(counter, condition):
-    """Add one to a counter in memory, if the condition holds. Other programs that read it see this one's stores."""
+    """Add one to a counter in memory, if the condition holds. What `wait_for_memory` waited for is there before."""
     threads = gl.arange(0, 128, _FOUR_WARPS)
     ones = gl.full([128], 1, gl.int32, _FOUR_WARPS)
-    gl.atomic_add(counter + threads * 0, ones, mask=(threads == 0) & condition, sem="release")
+    gl.atomic_add(counter + threads * 0, ones, mask=(threads == 0) & condition, sem="relaxed")
 
 
 @gluon.jit
-def wait_for_count(counter, count):
-    """Wait until a counter in memory has reached a count."""
-    while gl.load(counter, volatile=True) < count:
-        pass
+def read_count(counter):
+    """A counter in memory, as it is now."""
+    return gl.load(counter, volatile=True)
+
+
+@gluon.jit
+def wait_for_count(counter, seen, count):
+    """Wait until a counter in memory has reached a count; it was `seen` before."""
+    while seen < count:
+        seen = read_count(counter)
