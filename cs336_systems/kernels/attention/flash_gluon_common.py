@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # Triton 3.6 has the second name of each, 3.9 the first.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
 else:  # Triton 3.6 can, but has no name for it
@@ -174,3 +175,32 @@ def store_tile(desc, b, h, row, x, buffer):
     buffer.store(x.to(desc.dtype))
     fence_async_shared()
     copy_out(desc, [b, h, row, 0], buffer.reshape(desc.block_type.shape))
+
+
+@gluon.jit
+def wait_for_memory():
+    """Wait until the stores and sums that this warpgroup gave to TMA are in memory, not only read by TMA."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.arange(0, 128, _FOUR_WARPS)], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def count_up(counter, condition):
+    """Add one to a counter in memory, if the condition holds. What `wait_for_memory` waited for is there before."""
+    threads = gl.arange(0, 128, _FOUR_WARPS)
+    ones = gl.full([128], 1, gl.int32, _FOUR_WARPS)
+    gl.atomic_add(counter + threads * 0, ones, mask=(threads == 0) & condition, sem="relaxed")
+
+
+@gluon.jit
+def read_count(counter):
+    """A counter in memory, as it is now."""
+    return gl.load(counter, volatile=True)
+
+
+@gluon.jit
+def wait_for_count(counter, seen, count):
+    """Wait until a counter in memory has reached a count; it was `seen` before."""
+    while seen < count:
+        seen = read_count(counter)

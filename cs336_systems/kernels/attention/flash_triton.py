@@ -78,8 +78,8 @@ def flash_triton(
     expanded or whose columns are not adjacent is copied.
 
     deterministic: the same inputs give the same bits of dQ every time; so does PyTorch's
-    `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where the usual backward pass
-    is faster, adds to dQ in any order, and needs a float32 copy of dQ. All else is always deterministic.
+    `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where programs otherwise add to
+    dQ in any order, which is faster. All else is always deterministic.
 
     Raises ValueError naming the argument that it does not accept.
     """
@@ -159,7 +159,7 @@ def flash_backward(
             tensors["VECTORS"] = new_vectors(tensors["q_"])
         if "STARTS" in launches[0].tensors:
             tensors["STARTS"], tensors["DQ"] = new_vectors(tensors["q_"]), new_sums(tensors["q_"])
-            tensors["COUNTER"] = torch.empty(1, dtype=torch.int32, device=q.device)
+            tensors["COUNTER"] = torch.empty(1 + tensors["DQ"].numel() // 4096, dtype=torch.int32, device=q.device)
         with launches[1].compiling(tensors) if is_new and len(launches) > 1 else _NO_CONTEXT:
             launches[0](tensors)
         for launch in launches[1:]:
@@ -244,10 +244,10 @@ def _backward_launches(
         if tile_key("backward", q.shape[-1], q.dtype, tma, one_launch_small) in tile_table():
             tile = choose_tile("backward", q, tma, one_launch_small)
             return (triton_launch("backward", tensors, is_causal, tile, tma, band=band),)
-    if need_dq and need_dkv and not deterministic and _use_gluon(q, tma):
+    if need_dq and need_dkv and _use_gluon(q, tma):
         return (
             gluon_launch("prepare", tensors, is_causal),
-            gluon_launch("gradients", tensors, is_causal, band),
+            gluon_launch("gradients", tensors, is_causal, band, deterministic),
             gluon_launch("finish", tensors, is_causal),
         )
     first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq, band)
@@ -323,11 +323,14 @@ def triton_launch(
     return Launch(kernel, programs, constants, blocks, tile.num_warps, tile.num_stages)
 
 
-def gluon_launch(phase: str, tensors: Tensors, is_causal: bool, band: Band | None = None) -> Launch:
+def gluon_launch(
+    phase: str, tensors: Tensors, is_causal: bool, band: Band | None = None, is_ordered: bool = False
+) -> Launch:
     """The launch of a kernel of the Gluon modules, where `_use_gluon` says so, for tensors like these, all of them 4-D.
 
     phase is "forward" (counts in COUNTER, fills o_ and L), "prepare" (fills STARTS, DQ and COUNTER), "gradients" (reads
-    STARTS, counts in COUNTER, fills dk_ and dv_, adds to DQ) or "finish" (reads DQ, fills dq_).
+    STARTS, counts in COUNTER, fills dk_ and dv_, adds to DQ) or "finish" (reads DQ, fills dq_). is_ordered: "gradients"
+    adds in the same order every time.
     """
     q, k = tensors["q_"], tensors["k_"]
     d_pad = padded_head_size(q.shape[3])
@@ -350,8 +353,11 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool, band: Band | Non
         queries = gluon_backward.queries_of_a_tile(d_pad)
         blocks = _blocks(q, queries, rows) | {name: [1, 1, groups * rows, d_pad] for name in ("k_", "v_")}
         blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
+        more = dict(ORDERED=is_ordered)
     tiles = triton.cdiv(tiled.shape[2], groups * rows) * tiled.shape[0] * tiled.shape[1]
-    heads = max(4, _heads_together(tiled, looped_over, 8))  # measured: fewer are slower with 4,096 tokens
+    heads = _heads_together(tiled, looped_over, 8)
+    if not is_ordered:  # programs that add in turn are far apart, so more heads do not fit into the cache
+        heads = max(4, heads)  # measured: fewer are slower with 4,096 tokens
     scalars = _scalars(q, k, heads, band)
     return Launch(
         kernel,
