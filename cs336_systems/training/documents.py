@@ -8,13 +8,12 @@ import gzip
 import importlib
 import json
 import logging
-import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cs336_basics.files import replaced
+from cs336_basics.files import continued
 from cs336_basics.tokenizer import DOCUMENT_END, documents_of
 
 from ..config.data import DataConfig
@@ -30,8 +29,8 @@ _SHOWN = 3
 _PROGRESS_S = 10
 """Time between two lines of progress."""
 
-Records = Iterable[tuple[str, str | None]]
-"""The place of each record and its text, None if it has none."""
+Records = Iterable[tuple[str, str | None, Any]]
+"""The place of each record, its text, None if it has none, and the position from which reading goes on after it."""
 
 
 def is_plain(name: str) -> bool:
@@ -61,41 +60,59 @@ def find_files(name: str, field: str) -> list[Path]:
     return found
 
 
-def write_documents(records: Records, text_field: str, output: Path, separator: str = DOCUMENT_END) -> None:
+def write_documents(
+    read: Callable[[Any], Records],
+    text_field: str,
+    output: Path,
+    separator: str = DOCUMENT_END,
+    inputs: dict[str, Any] | None = None,
+) -> None:
     """Write documents into one text, each with the separator after it.
 
-    Raises ValueError naming the first bad records if over a hundredth have no text.
+    read: gives the records after a position, None for all. If it breaks off, the next call with equal inputs goes on
+    there. Raises ValueError naming the first bad records if over a hundredth have no text.
     """
-    count, bad, said = 0, list[str](), time.monotonic()
-    # What is no Unicode, half of a surrogate pair, becomes a question mark.
-    with replaced(output) as beside, beside.open("w", encoding="utf-8", errors="replace") as text:
-        for where, document in records:
+    with continued(output, inputs or {}) as text:
+        state = text.state or {"documents": 0, "bad": 0, "named": [], "position": None}
+        if text.state is not None:
+            logger.info("text: %s documents are here already", f"{state['documents']:,}")
+        said = time.monotonic()
+        for where, document, position in read(state["position"]):
+            state = state | {"position": position}
             if document is None:
-                bad.append(where)
+                state |= {"bad": state["bad"] + 1, "named": [*state["named"], where][:_SHOWN]}
             elif document.strip():
-                text.write(document.replace("\uffff", "\ufffd") + separator)
-                count += 1
+                # What is no Unicode, half of a surrogate pair, becomes a question mark.
+                text.file.write((document.replace("\uffff", "\ufffd") + separator).encode(errors="replace"))
+                state |= {"documents": state["documents"] + 1}
+            text.mark(state)
             if time.monotonic() > said + _PROGRESS_S:
                 said = time.monotonic()
-                logger.info("text: %s documents so far, %.2f GB", f"{count:,}", text.tell() / 1e9)
+                text.save()
+                logger.info("text: %s documents so far, %.2f GB", f"{state['documents']:,}", text.file.tell() / 1e9)
+        count, bad = state["documents"], state["bad"]
         if bad:
-            named = "; ".join(bad[:_SHOWN]) + ("; ..." if len(bad) > _SHOWN else "")
-            message = f"{len(bad):,} of {count + len(bad):,} records have no text in {text_field!r}: {named}"
-            if len(bad) > _MOST_BAD * (count + len(bad)):
+            named = "; ".join(state["named"]) + ("; ..." if bad > _SHOWN else "")
+            message = f"{bad:,} of {count + bad:,} records have no text in {text_field!r}: {named}"
+            if bad > _MOST_BAD * (count + bad):
                 raise ValueError(f"{message} (data.text_field names the field)")
             logger.warning("text: %s", message)
     logger.info("text: %s documents in %s", f"{count:,}", output)
 
 
-def read_files(files: list[Path], text_field: str) -> Records:
-    """The documents of text files, and the records of others."""
-    for file in files:
+def read_files(files: list[Path], text_field: str, after: Any = None) -> Records:
+    """The documents of text files and the records of others, those after a position: a file and a record in it."""
+    first, done = after or (0, 0)
+    for number, file in enumerate(files[first:], first):
         for where, text in _records(file, text_field):
-            yield f"{file}, record {where}", text
+            if number > first or where > done:
+                yield f"{file}, record {where}", text, (number, where)
 
 
-def read_dataset(data: DataConfig) -> Records:
+def read_dataset(data: DataConfig, after: Any = None) -> Records:
     """The records of the dataset `data.hf_path`, read while it is downloaded, up to `data.hf_max_bytes` of text.
+
+    after: a position, from which it is read without downloading the dataset's earlier files again.
 
     Raises ValueError naming the field if there is no such dataset or column, and ConnectionError if the download fails.
     """
@@ -110,16 +127,21 @@ def read_dataset(data: DataConfig) -> Records:
         raise kind(f"data.hf_path is {name!r}: {' '.join(str(error).split())}") from error
     if data.text_field not in columns:
         raise ValueError(f"data.text_field is {data.text_field!r}: {name} has the columns {', '.join(columns)}")
-    left = math.inf if data.hf_max_bytes is None else data.hf_max_bytes
+    done, size, state = after or (0, 0, None)
     try:
-        for i, row in enumerate(rows, 1):
+        if state is not None:
+            rows.load_state_dict(state)
+        for i, row in enumerate(rows, done + 1):
             text = row[data.text_field] if isinstance(row[data.text_field], str) else None
-            left -= len((text or "").encode(errors="replace"))
-            if left < 0:
+            size += len((text or "").encode(errors="replace"))
+            if data.hf_max_bytes is not None and size > data.hf_max_bytes:
                 return
-            yield f"{name}, record {i}", text
+            yield f"{name}, record {i}", text, (i, size, rows.state_dict())
     except Exception as error:
-        raise ConnectionError(f"{name} could not be read to its end: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise ConnectionError(
+            f"{name} could not be read to its end: {reason} (run again to go on from there)"
+        ) from error
 
 
 def _is_pattern(path: Path) -> bool:

@@ -109,12 +109,12 @@ def _hashes(files: list[Path]) -> list[list[str]]:
 
 
 def _gathered(
-    data: DataConfig, inputs: dict[str, Any], read: Callable[[], Records], name: str, output: Path
+    data: DataConfig, inputs: dict[str, Any], read: Callable[[Any], Records], name: str, output: Path
 ) -> TextSpan:
     """A text that a stage makes of documents."""
     separator = END_OF_TEXT if data.special_tokens_in_text else DOCUMENT_END
     inputs |= {"text_field": data.text_field, "separator": separator}
-    run_stage(data, "text", output, inputs, lambda: write_documents(read(), data.text_field, output, separator))
+    run_stage(data, "text", output, inputs, lambda: write_documents(read, data.text_field, output, separator, inputs))
     return _whole_text(output, name, separator)
 
 
