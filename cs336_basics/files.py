@@ -4,9 +4,12 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+SAVE_EVERY_S = 10
 
 
 def sha256_of_file(path: str | os.PathLike[str]) -> str:
@@ -35,19 +38,27 @@ class Growing:
     """A file that is written from front to back. `state` is what the writer noted at the last mark; None at first."""
 
     def __init__(self, file: BinaryIO, note: Path, inputs: dict[str, Any], size: int, state: Any) -> None:
-        self.file, self._note, self._inputs = file, note, inputs
-        self._marked = size, state
-        self.state = state
+        self.file, self.state = file, state
+        self._note, self._inputs = note, inputs
+        self._marked, self._saved_at = (size, state), time.monotonic()
 
-    def mark(self, state: Any) -> None:
-        """Say that everything up to here counts, with a state from which the writer can go on: any JSON."""
+    def mark(self, state: Any) -> bool:
+        """Say that everything up to here counts, with a state from which the writer can go on: any JSON.
+
+        Returns whether the mark was saved, which is done every ten seconds, so that it outlives a kill.
+        """
         self._marked = self.file.tell(), state  # one assignment: Ctrl-C comes before it or after it
+        is_due = time.monotonic() > self._saved_at + SAVE_EVERY_S
+        if is_due:
+            self.save()
+        return is_due
 
     def save(self) -> None:
         """Note the last mark on the disk."""
         self.file.flush()
         size, state = self._marked
         write_json(self._note, {"inputs": self._inputs, "size": size, "state": state})
+        self._saved_at = time.monotonic()
 
 
 @contextlib.contextmanager
@@ -55,7 +66,7 @@ def continued(path: str | os.PathLike[str], inputs: dict[str, Any]) -> Iterator[
     """A file to write in PATH.partial; at the end of the block, it replaces `path`.
 
     If the block fails, the file stays as it was at the last mark, and a later block with equal inputs goes on there.
-    After a kill, what was marked before the last `save` stays.
+    After a kill, it goes on at the last mark that was saved.
     """
     path = Path(path)
     partial, note = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.partial.json")

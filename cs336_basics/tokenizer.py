@@ -9,6 +9,7 @@ import codecs
 import copy
 import functools
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -266,9 +267,11 @@ class Tokenizer:
         return text if self.end_of_text == END_OF_TEXT else text.replace(END_OF_TEXT, self.end_of_text)
 
     def encode_stream(
-        self, blocks: Iterable[str], name: str = "the text", separator: str = END_OF_TEXT
+        self, blocks: Iterable[str], name: str = "the text", separator: str = END_OF_TEXT, first: int = 0
     ) -> Iterator[list[int]]:
         """Yield the IDs of a stream of text, one list per piece; concatenated they equal `encode` of the whole text.
+
+        first: the piece, counted from 0, at which to begin.
 
         With separator DOCUMENT_END, they are those of the documents, each with an end-of-text token in place of its
         mark, and special tokens in the documents are text.
@@ -279,10 +282,13 @@ class Tokenizer:
         """
         is_marked = separator == DOCUMENT_END
         cut = _MARKED_DOCUMENT if is_marked and self._cut != _WORD else self._cut
+        pieces = split_pieces(blocks, cut=cut, longest_piece=_LONGEST_PIECE, name=name)
+        if is_marked:
+            pieces = (part for piece in pieces for part in re.split(f"({DOCUMENT_END})", piece))
         encode = self._encode_marked if is_marked else self._encode_batch
         batch: list[str] = []
         batch_chars = 0
-        for piece in split_pieces(blocks, cut=cut, longest_piece=_LONGEST_PIECE, name=name):
+        for piece in itertools.islice(pieces, first, None):
             batch.append(piece)
             batch_chars += len(piece)
             if batch_chars >= _BATCH_CHARS:
@@ -294,8 +300,7 @@ class Tokenizer:
         for encoding in self._tokenizer.encode_batch_fast([*map(self._with_own_end, batch)], add_special_tokens=False):
             yield encoding.ids
 
-    def _encode_marked(self, batch: list[str]) -> Iterator[list[int]]:
-        parts = [part for piece in batch for part in re.split(f"({DOCUMENT_END})", piece)]
+    def _encode_marked(self, parts: list[str]) -> Iterator[list[int]]:
         for part, encoding in zip(parts, self._literal.encode_batch_fast(parts, add_special_tokens=False), strict=True):
             yield [self.end_of_text_id] if part == DOCUMENT_END else encoding.ids
 

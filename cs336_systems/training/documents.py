@@ -8,13 +8,12 @@ import gzip
 import importlib
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from cs336_basics.files import continued
-from cs336_basics.tokenizer import DOCUMENT_END, documents_of
+from cs336_basics.tokenizer import documents_of
 
 from ..config.data import DataConfig
 
@@ -26,8 +25,6 @@ _MOST_BAD = 0.01
 """The largest share of records that may be without text."""
 _SHOWN = 3
 """Bad records that are named."""
-_PROGRESS_S = 10
-"""Time between two lines of progress."""
 
 Records = Iterable[tuple[str, str | None, Any]]
 """The place of each record, its text, None if it has none, and the position from which reading goes on after it."""
@@ -64,19 +61,18 @@ def write_documents(
     read: Callable[[Any], Records],
     text_field: str,
     output: Path,
-    separator: str = DOCUMENT_END,
-    inputs: dict[str, Any] | None = None,
+    separator: str,
+    inputs: dict[str, Any],
 ) -> None:
     """Write documents into one text, each with the separator after it.
 
     read: gives the records after a position, None for all. If it breaks off, the next call with equal inputs goes on
     there. Raises ValueError naming the first bad records if over a hundredth have no text.
     """
-    with continued(output, inputs or {}) as text:
+    with continued(output, inputs) as text:
         state = text.state or {"documents": 0, "bad": 0, "named": [], "position": None}
         if text.state is not None:
             logger.info("text: %s documents are here already", f"{state['documents']:,}")
-        said = time.monotonic()
         for where, document, position in read(state["position"]):
             state = state | {"position": position}
             if document is None:
@@ -85,10 +81,7 @@ def write_documents(
                 # What is no Unicode, half of a surrogate pair, becomes a question mark.
                 text.file.write((document.replace("\uffff", "\ufffd") + separator).encode(errors="replace"))
                 state |= {"documents": state["documents"] + 1}
-            text.mark(state)
-            if time.monotonic() > said + _PROGRESS_S:
-                said = time.monotonic()
-                text.save()
+            if text.mark(state):
                 logger.info("text: %s documents so far, %.2f GB", f"{state['documents']:,}", text.file.tell() / 1e9)
         count, bad = state["documents"], state["bad"]
         if bad:

@@ -4,7 +4,7 @@ import functools
 import gzip
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from cs336_basics import files
 from cs336_basics.tokenizer import DOCUMENT_END, END_OF_TEXT
 from cs336_systems.config.run import DataConfig
 from cs336_systems.training import documents
-from cs336_systems.training.documents import find_files, is_plain, read_dataset, read_files, write_documents
+from cs336_systems.training.documents import Records, find_files, is_plain, read_dataset, read_files, write_documents
 from cs336_systems.training.prepare import prepare_data
 from tests.systems.preparation import run_config
 from tests.training.helpers import make_config
@@ -31,7 +32,11 @@ def lines(texts: list[Any], field: str = "text") -> str:
 
 def gather(name: str, output: Path) -> None:
     """Write the text of a file, a folder or a pattern."""
-    write_documents(functools.partial(read_files, find_files(name, "data.train_text"), "text"), "text", output)
+    collect(functools.partial(read_files, find_files(name, "data.train_text"), "text"), output)
+
+
+def collect(read: Callable[[Any], Records], output: Path, seed: int = 0) -> None:
+    write_documents(read, "text", output, DOCUMENT_END, {"seed": seed})
 
 
 def write(folder: Path, kind: str) -> Path:
@@ -78,7 +83,7 @@ def test_no_file_is_an_error_with_the_field(name: str, message: str, tmp_path: P
 
 
 def test_what_cannot_be_in_the_text_is_replaced(tmp_path: Path) -> None:
-    write_documents(lambda _: [("here", f"half a pair \ud800, a mark{DOCUMENT_END}", 0)], "text", tmp_path / "out")
+    collect(lambda _: [("here", f"half a pair \ud800, a mark{DOCUMENT_END}", 0)], tmp_path / "out")
     assert (tmp_path / "out").read_text() == f"half a pair ?, a mark\n\ufffd{DOCUMENT_END}"
 
 
@@ -142,7 +147,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_dataset_is_read_in_order_up_to_a_number_of_bytes(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
     read = functools.partial(read_dataset, DataConfig(source="hf", hf_path="mine"))
-    write_documents(read, "text", Path("out"))
+    collect(read, Path("out"))
     assert Path("out").read_text() == "".join(f"document {i}{DOCUMENT_END}" for i in range(200))
     assert "1 of 201 records have no text in 'text': mine, record 201" in caplog.text
     first = read_dataset(DataConfig(source="hf", hf_path="mine/b.jsonl", hf_max_bytes=30))
@@ -252,7 +257,7 @@ def test_what_a_killed_process_has_saved_is_read_on_and_other_settings_start_ane
 ) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out"
     path.write_text(lines(TEXTS))
-    monkeypatch.setattr(documents, "_PROGRESS_S", -1)  # saves after each document
+    monkeypatch.setattr(files, "SAVE_EVERY_S", -1)  # saves after each document
 
     def killed(after: Any) -> Iterator[Any]:
         yield from list(read_files([path], "text", after))[:2]
@@ -263,20 +268,20 @@ def test_what_a_killed_process_has_saved_is_read_on_and_other_settings_start_ane
         (tmp_path / "left" / "out.partial").write_bytes(whole + b"and what was written but not saved")
         (tmp_path / "left" / "out.partial.json").write_bytes(note)
 
-    write_documents(killed, "text", out, inputs={"seed": 0})
+    collect(killed, out)
     read = list[Any]()
 
     def note(after: Any) -> Any:
         read.append(after)
         return read_files([path], "text", after)
 
-    write_documents(note, "text", tmp_path / "left" / "out", inputs={"seed": 0})
+    collect(note, tmp_path / "left" / "out")
     assert read == [[0, 2]]
     assert (tmp_path / "left" / "out").read_text() == JOINED
-    for inputs in ({"seed": 1}, {"seed": 2}):
+    for seed in (1, 2):
         (tmp_path / "left" / "out.partial").write_text("old")
         (tmp_path / "left" / "out.partial.json").write_text('{"inputs": {"seed": 1}, "size": 99, "state": 3}')
-        write_documents(note, "text", tmp_path / "left" / "out", inputs=inputs)
+        collect(note, tmp_path / "left" / "out", seed)
         assert read[-1] is None
         assert (tmp_path / "left" / "out").read_text() == JOINED
 
