@@ -10,6 +10,7 @@ import copy
 import functools
 import hashlib
 import itertools
+import json
 import math
 import os
 import re
@@ -24,6 +25,9 @@ from .files import replaced
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 """The token after a document: of GPT-2, SmolLM and Qwen; of Llama 3; of Llama 2, TinyLlama and Mistral."""
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""Files beside a tokenizer.json of Hugging Face, such as its chat template. They go with it from folder to folder."""
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DOCUMENT_END = "\n\uffff"
 """Stands after each document of a text in which `<|endoftext|>` and other special tokens are text like any other.
 
@@ -204,6 +208,8 @@ class Tokenizer:
                 "false"
             )
         self.end_of_text_id: int = end
+        self.companions: dict[str, bytes] = {}
+        self.special_ids: dict[str, int | list[int]] = dict.fromkeys(_SPECIAL_IDS[:2], end)
         self._cut = _where_to_cut(library_tokenizer, self.end_of_text)
 
     @classmethod
@@ -232,24 +238,51 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """Read a tokenizer.json. Raises FileNotFoundError or ValueError naming the file."""
-        if not Path(path).is_file():
+        """Read a tokenizer.json and its companions. Raises FileNotFoundError or ValueError naming the file."""
+        path = Path(path)
+        if not path.is_file():
             raise FileNotFoundError(f"tokenizer file {path} does not exist")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            tokenizer = cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"tokenizer file {path} cannot be loaded: {error}") from error
+        beside = [path.with_name(name) for name in COMPANIONS]
+        tokenizer.companions = {file.name: file.read_bytes() for file in beside if file.is_file()}
+        tokenizer._find_special_ids(path.parent)
+        return tokenizer
+
+    def _find_special_ids(self, folder: Path) -> None:
+        """Read the IDs in generation_config.json, or make that of those in config.json, as transformers does."""
+        for name in ("generation_config.json", "config.json"):
+            try:
+                found = json.loads((folder / name).read_bytes())
+                ids = {key: found[key] for key in _SPECIAL_IDS if found.get(key) is not None}
+            except (OSError, ValueError, AttributeError, RecursionError):
+                continue
+            if ids:
+                self.special_ids = ids
+                self.companions.setdefault("generation_config.json", json.dumps(ids, indent=2).encode())
+                return
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json whole. Raises OSError naming the file."""
+        """Write tokenizer.json and its companions, each whole. Raises OSError naming the file."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as beside:
             beside.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        for name, content in self.companions.items():
+            with replaced(Path(path).with_name(name)) as beside:
+                beside.write_bytes(content)
 
     @property
     def vocab_size(self) -> int:
         """Number of token IDs, including the special token."""
         return self._tokenizer.get_vocab_size()
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The tokens that end a text: the model's own, such as the end of a turn in a chat, and the end of text."""
+        eos = self.special_ids.get("eos_token_id", [])
+        return [*(eos if isinstance(eos, list) else [eos]), self.end_of_text_id]
 
     @property
     def sha256(self) -> str:

@@ -30,7 +30,7 @@ def sample_text(model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            stop_token=tokenizer.end_of_text_id,
+            stop_tokens=tokenizer.stop_ids,
             seed=config.seed,
         )
     return config.prompt + tokenizer.decode(new)
