@@ -239,7 +239,11 @@ def _weight_files(folder: Path) -> list[Path]:
         if not whole.is_file():
             raise FileNotFoundError(f"{folder} has no {whole.name} and no {index.name}")
         return [whole]
-    return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        accepted = "it must be a JSON object whose weight_map names the file of each weight"
+        raise ValueError(f"{index} cannot be read: {accepted}") from error
 
 
 def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
@@ -333,4 +337,5 @@ def _fixed_settings(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, t
         "partial_rotary_factor": (1.0, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))),
         "attention_bias": (False, config.get("attention_bias", False)),
         "mlp_bias": (False, config.get("mlp_bias", False)),
+        "quantization_config": (None, config.get("quantization_config")),
     }

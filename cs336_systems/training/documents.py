@@ -57,17 +57,12 @@ def find_files(name: str, field: str) -> list[Path]:
     return found
 
 
-def write_documents(
-    read: Callable[[Any], Records],
-    text_field: str,
-    output: Path,
-    separator: str,
-    inputs: dict[str, Any],
-) -> None:
-    """Write documents into one text, each with the separator after it.
+def write_documents(read: Callable[[Any], Records], name: str, output: Path, inputs: dict[str, Any]) -> None:
+    """Write documents into one text, each with `inputs["separator"]` after it.
 
     read: gives the records after a position, None for all. If it breaks off, the next call with equal inputs goes on
-    there. Raises ValueError naming the first bad records if over a hundredth have no text.
+    there. name: what messages call the records. Raises ValueError if there is no text, and naming the first bad records
+    if over a hundredth have none in their field `inputs["text_field"]`.
     """
     with continued(output, inputs) as text:
         state = text.state or {"documents": 0, "bad": 0, "named": [], "position": None}
@@ -79,17 +74,19 @@ def write_documents(
                 state |= {"bad": state["bad"] + 1, "named": [*state["named"], where][:_SHOWN]}
             elif document.strip():
                 # What is no Unicode, half of a surrogate pair, becomes a question mark.
-                text.file.write((document.replace("\uffff", "\ufffd") + separator).encode(errors="replace"))
+                text.file.write((document.replace("\uffff", "\ufffd") + inputs["separator"]).encode(errors="replace"))
                 state |= {"documents": state["documents"] + 1}
             if text.mark(state):
                 logger.info("text: %s documents so far, %.2f GB", f"{state['documents']:,}", text.file.tell() / 1e9)
         count, bad = state["documents"], state["bad"]
         if bad:
             named = "; ".join(state["named"]) + ("; ..." if bad > _SHOWN else "")
-            message = f"{bad:,} of {count + bad:,} records have no text in {text_field!r}: {named}"
+            message = f"{bad:,} of {count + bad:,} records have no text in {inputs['text_field']!r}: {named}"
             if bad > _MOST_BAD * (count + bad):
                 raise ValueError(f"{message} (data.text_field names the field)")
             logger.warning("text: %s", message)
+        if not count:
+            raise ValueError(f"{name} has no text: it must have a document of more than white space")
     logger.info("text: %s documents in %s", f"{count:,}", output)
 
 
@@ -149,24 +146,31 @@ def _records(file: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     """Number and text of each record or document of a text, from 1; None where there is no text."""
     if _kind(file) == ".parquet":
         parquet: Any = _package("pyarrow.parquet", file)
-        table = parquet.ParquetFile(file)
+        with _naming(file, "Parquet"):
+            table = parquet.ParquetFile(file)
         if text_field not in table.schema_arrow.names:
             columns = ", ".join(table.schema_arrow.names)
             raise ValueError(f"data.text_field is {text_field!r}: {file} has the columns {columns}")
-        texts = (value for batch in table.iter_batches(columns=[text_field]) for value in batch[0].to_pylist())
-        yield from ((i, value if isinstance(value, str) else None) for i, value in enumerate(texts, 1))
+        with _naming(file, "Parquet"):
+            texts = (value for batch in table.iter_batches(columns=[text_field]) for value in batch[0].to_pylist())
+            yield from ((i, value if isinstance(value, str) else None) for i, value in enumerate(texts, 1))
         return
+    opened: Any = _open(file)
+    with _naming(file, "UTF-8 text"), opened:
+        if _kind(file) not in _RECORDS:
+            yield from enumerate(documents_of(iter(lambda: opened.read(1 << 20), "")), 1)
+            return
+        for i, line in enumerate(opened, 1):
+            if line.strip():
+                yield i, _text_of(line, text_field)
+
+
+@contextlib.contextmanager
+def _naming(file: Path, kind: str) -> Iterator[None]:
     try:
-        with contextlib.ExitStack() as stack:
-            opened: Any = stack.enter_context(_open(file))
-            if _kind(file) not in _RECORDS:
-                yield from enumerate(documents_of(iter(lambda: opened.read(1 << 20), "")), 1)
-                return
-            for i, line in enumerate(opened, 1):
-                if line.strip():
-                    yield i, _text_of(line, text_field)
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from error
+        yield
+    except Exception as error:  # those of gzip, zstandard and pyarrow have no common base
+        raise ValueError(f"{file} cannot be read as {kind}: {error}") from error
 
 
 def _open(file: Path) -> Any:

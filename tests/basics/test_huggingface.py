@@ -362,6 +362,7 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
         ("num_key_value_heads", 2, r"k_proj.weight has shape \(64, 64\), and config.json means \(32, 64\)"),
         ("attention_bias", True, "attention_bias is True"),
         ("mlp_bias", True, "mlp_bias is True"),
+        ("quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}, and only None can be imported"),
         ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a number"),
         ("rms_norm_eps", 1, "rms_norm_eps is 1.0: it must be from 0 to below 1$"),
         ("rms_norm_eps", math.nan, "rms_norm_eps is nan: it must be from 0 to below 1$"),
@@ -428,6 +429,16 @@ def test_what_can_be_exported_can_be_imported(tmp_path: Path) -> None:
 def test_a_broken_configuration_names_the_file_and_the_field(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=f"^{tmp_path / 'config.json'}{message}"):
+        import_hf(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"lm_head.weight": 3}}'])
+def test_a_broken_index_is_named(content: str, tmp_path: Path) -> None:
+    export_hf(build().state_dict(), SHAPE, None, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(ValueError, match=f"^{index} cannot be read: it must be a JSON object whose weight_map names"):
         import_hf(tmp_path)
 
 

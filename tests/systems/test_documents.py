@@ -36,7 +36,7 @@ def gather(name: str, output: Path) -> None:
 
 
 def collect(read: Callable[[Any], Records], output: Path, seed: int = 0) -> None:
-    write_documents(read, "text", output, DOCUMENT_END, {"seed": seed})
+    write_documents(read, "it", output, {"text_field": "text", "separator": DOCUMENT_END, "seed": seed})
 
 
 def write(folder: Path, kind: str) -> Path:
@@ -101,12 +101,34 @@ def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pyte
         gather(str(path), out)
 
 
-@pytest.mark.parametrize("kind, content", [("txt", b"\xff\xfe"), ("jsonl.gz", b"no gzip"), ("txt.gz", b"")])
+@pytest.mark.parametrize(
+    "kind, content",
+    [
+        ("txt", b"\xff\xfe"),
+        ("jsonl.gz", b"no gzip"),
+        ("txt.gz", gzip.compress(b"the cat")[:-4]),
+        ("txt.gz", gzip.compress(b"the cat")[:12] + b"another block"),
+        ("jsonl.zst", b"no zstandard"),
+        ("parquet", b"no Parquet"),
+    ],
+)
 def test_a_file_that_is_not_what_its_name_says_is_named(kind: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"in.{kind}"
-    path.write_bytes(content if content else gzip.compress(b"the cat")[:-4])
-    with pytest.raises(ValueError, match=f"{path} cannot be read as UTF-8 text"):
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=f"{path} cannot be read as {'Parquet' if kind == 'parquet' else 'UTF-8 text'}"
+    ):
         gather(str(path), tmp_path / "out.txt")
+
+
+def test_records_without_any_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    for content in ("", lines([" ", "\n"])):
+        path.write_text(content)
+        data = dict(source="text", train_text=str(path), data_dir=str(tmp_path / "data"))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"^data\.train_text {path} has no text: it must have a document"):
+                prepare_data(run_config(**data))
 
 
 def test_a_missing_column_and_a_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +302,8 @@ def test_what_a_killed_process_has_saved_is_read_on_and_other_settings_start_ane
     assert (tmp_path / "left" / "out").read_text() == JOINED
     for seed in (1, 2):
         (tmp_path / "left" / "out.partial").write_text("old")
-        (tmp_path / "left" / "out.partial.json").write_text('{"inputs": {"seed": 1}, "size": 99, "state": 3}')
+        inputs = {"text_field": "text", "separator": DOCUMENT_END, "seed": 1}
+        (tmp_path / "left" / "out.partial.json").write_text(json.dumps({"inputs": inputs, "size": 99, "state": 3}))
         collect(note, tmp_path / "left" / "out", seed)
         assert read[-1] is None
         assert (tmp_path / "left" / "out").read_text() == JOINED

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,37 @@ def test_a_chat_model_stays_one_through_training(way: str, old: bool, tmp_path: 
     assert loaded.tokenizer is not None
     ours = generate(loaded.build("cpu"), prompt.tolist(), 9, temperature=0, stop_tokens=loaded.tokenizer.stop_ids)
     assert ours == [new[:-1]]
+
+
+def test_an_end_that_is_no_token_is_named(tmp_path: Path) -> None:
+    save_chat_model(tmp_path, 290, old=False)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is '</s>': it must be a token's number"):
+        load_model(tmp_path)
+
+
+def test_a_model_takes_no_tokenizer_but_its_own(llama: Path, tmp_path: Path) -> None:
+    """A new one is refused before it is trained; for a model that has lost its own, the user names it."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    shutil.copytree(llama, tmp_path / "model")
+    shutil.move(tokenizer, tmp_path / "its.json")
+    Tokenizer.train(["a dog ran. " * 50], 290).save(tmp_path / "other.json")
+
+    def run(name: str, **data: str) -> None:
+        of_text = dict(source="text", train_text=str(tmp_path / "text.txt"))
+        shape = load_model(llama).shape.to_dict()
+        config = make_config(tmp_path, name, model=shape, data=of_text | data, train=dict(max_steps=1))
+        train(dataclasses.replace(config, init_from=str(tmp_path / "model")))
+
+    with pytest.raises(ValueError, match=r"^data\.tokenizer is .*: it must be the tokenizer\.json that init_from "):
+        run("new")
+    assert not (tmp_path / "data" / "train.npy").exists()
+    run("its", tokenizer=str(tmp_path / "its.json"))
+    shutil.move(tmp_path / "its.json", tokenizer)
+    other = str(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=rf"^data\.tokenizer is {other}: it must be that of init_from .*/model, "):
+        run("other", tokenizer=other)
 
 
 def test_an_export_over_a_chat_model_leaves_nothing_of_it(tmp_path: Path) -> None:
