@@ -25,6 +25,8 @@ _MOST_BAD = 0.01
 """The largest share of records that may be without text."""
 _SHOWN = 3
 """Bad records that are named."""
+_HOPELESS = 1000
+"""If so many records come before the first text, the rest is not read."""
 
 Records = Iterable[tuple[str, str | None, Any]]
 """The place of each record, its text, None if it has none, and the position from which reading goes on after it."""
@@ -76,6 +78,8 @@ def write_documents(read: Callable[[Any], Records], name: str, output: Path, inp
                 # What is no Unicode, half of a surrogate pair, becomes a question mark.
                 text.file.write((document.replace("\uffff", "\ufffd") + inputs["separator"]).encode(errors="replace"))
                 state |= {"documents": state["documents"] + 1}
+            if state["bad"] == _HOPELESS and not state["documents"]:
+                break
             if text.mark(state):
                 logger.info("text: %s documents so far, %.2f GB", f"{state['documents']:,}", text.file.tell() / 1e9)
         count, bad = state["documents"], state["bad"]

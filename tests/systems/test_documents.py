@@ -121,6 +121,13 @@ def test_a_file_that_is_not_what_its_name_says_is_named(kind: str, content: byte
         gather(str(path), tmp_path / "out.txt")
 
 
+def test_a_wrong_field_is_named_before_all_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(lines(["good"] * 5000, field="body"))
+    with pytest.raises(ValueError, match=r"^1,000 of 1,000 records have no text in 'text': "):
+        gather(str(path), tmp_path / "out.txt")
+
+
 def test_records_without_any_text_are_named(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     for content in ("", lines([" ", "\n"])):
