@@ -31,6 +31,7 @@ _SIZES = {
     "num_heads": "num_attention_heads",
 }
 """Our name -> the name in config.json."""
+OF_HUB = "from the Hub: hf download NAME --local-dir FOLDER"
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _OPTIONS = {
     "num_kv_heads": "num_key_value_heads",
@@ -253,7 +254,7 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
     """
     path = Path(folder, "config.json")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: a folder with config.json and model.safetensors is needed")
+        raise FileNotFoundError(f"{path} does not exist: a folder with it and model.safetensors is needed ({OF_HUB})")
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -178,11 +178,12 @@ def _naming(file: Path, kind: str) -> Iterator[None]:
 
 
 def _open(file: Path) -> Any:
+    """Open a text, which may begin with a byte-order mark, as on Windows."""
     if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8")
+        return gzip.open(file, "rt", encoding="utf-8-sig")
     if file.suffix == ".zst":
-        return _package("zstandard", file).open(file, "rt", encoding="utf-8")
-    return file.open(encoding="utf-8")
+        return _package("zstandard", file).open(file, "rt", encoding="utf-8-sig")
+    return file.open(encoding="utf-8-sig")
 
 
 def _text_of(line: str, text_field: str) -> str | None:

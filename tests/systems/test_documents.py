@@ -44,6 +44,8 @@ def write(folder: Path, kind: str) -> Path:
     plain = "\n" + lines(TEXTS)
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": TEXTS}), path, row_group_size=2)
+    elif kind == "bom.jsonl":
+        path.write_text(plain.lstrip(), encoding="utf-8-sig")
     elif kind.endswith("gz"):
         path.write_bytes(gzip.compress(plain.encode()))
     elif kind.endswith("zst"):
@@ -53,7 +55,7 @@ def write(folder: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "bom.jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_each_record_is_a_document(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, kind)
     assert not is_plain(str(path))
