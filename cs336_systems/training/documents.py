@@ -6,6 +6,7 @@
 import contextlib
 import gzip
 import importlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -113,19 +114,20 @@ def read_dataset(data: DataConfig, after: Any = None) -> Records:
     datasets = _package("datasets", f"data.source {data.source!r}")
     name, path = str(data.hf_path), Path(str(data.hf_path))
     where = dict(path=str(path.resolve().parent), data_files=path.name) if path.is_file() else dict(path=name)
+    done, size, state = after or (0, 0, None)
     try:
         rows = datasets.load_dataset(**where, name=data.hf_name, split=data.hf_split, streaming=True)
-        columns = list(next(iter(rows), [data.text_field]))
+        if state is not None:
+            rows.load_state_dict(state)
+        remaining = iter(rows)
+        first = [*itertools.islice(remaining, 1)]
     except Exception as error:  # the errors of a network have no common base
         kind = ValueError if isinstance(error, ValueError | FileNotFoundError) else ConnectionError
         raise kind(f"data.hf_path is {name!r}: {' '.join(str(error).split())}") from error
-    if data.text_field not in columns:
-        raise ValueError(f"data.text_field is {data.text_field!r}: {name} has the columns {', '.join(columns)}")
-    done, size, state = after or (0, 0, None)
+    if first and data.text_field not in first[0]:
+        raise ValueError(f"data.text_field is {data.text_field!r}: {name} has the columns {', '.join(first[0])}")
     try:
-        if state is not None:
-            rows.load_state_dict(state)
-        for i, row in enumerate(rows, done + 1):
+        for i, row in enumerate(itertools.chain(first, remaining), done + 1):
             text = row[data.text_field] if isinstance(row[data.text_field], str) else None
             size += len((text or "").encode(errors="replace"))
             if data.hf_max_bytes is not None and size > data.hf_max_bytes:
