@@ -83,7 +83,7 @@ class Plan:
         """
         sample, context_length = self.config.sample, self.config.model.shape.context_length
         if data.tokenizer is not None:
-            length = len(data.tokenizer.encode(sample.prompt)) or 1
+            length = len(data.tokenizer.encode_prompt(sample.prompt))
             if length + (sample.max_new_tokens or 0) > context_length:
                 raise ValueError(
                     f"sample.prompt has {length} tokens and sample.max_new_tokens is {sample.max_new_tokens}: together "

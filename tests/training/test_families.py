@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -20,13 +21,14 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.cli.main import run_command
 from cs336_systems.cli.train import load_config, parse_run_config
-from cs336_systems.config.run import RunConfig
+from cs336_systems.config.run import RunConfig, SampleConfig
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.training import train
 from cs336_systems.training.evaluate import score_documents
 from cs336_systems.training.load import export_run, import_run, load_model
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.preflight import check_config
+from cs336_systems.training.sample import sample_text
 from tests.distributed import run_ranks
 
 from .helpers import VOCAB_SIZE, make_config, random_tokens, tiny_trainer
@@ -223,6 +225,11 @@ def save_chat_model(folder: Path, eos: int | list[int], old: bool) -> None:
     """A small Llama with a chat's tokenizer. old: as transformers wrote it before chat_template.jinja."""
     torch.manual_seed(0)
     Tokenizer.train(["the cat sat on the mat. " * 50], 290).save(folder / "plain.json")
+    plain = tokenizers.Tokenizer.from_file(str(folder / "plain.json"))
+    plain.add_special_tokens(["<|im_start|>"])
+    begin = [("<|im_start|>", plain.token_to_id("<|im_start|>"))]
+    plain.post_processor = tokenizers.processors.TemplateProcessing("<|im_start|> $A", special_tokens=begin)
+    plain.save(str(folder / "plain.json"))
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "plain.json"), bos_token="<|im_start|>", eos_token="<|im_end|>",
         pad_token="<|im_end|>", unk_token="<|endoftext|>", chat_template=TEMPLATE, model_max_length=64,
@@ -287,6 +294,12 @@ def test_a_chat_model_stays_one_through_training(way: str, old: bool, tmp_path: 
     assert loaded.tokenizer is not None
     ours = generate(loaded.build("cpu"), prompt.tolist(), 9, temperature=0, stop_tokens=loaded.tokenizer.stop_ids)
     assert ours == [new[:-1]]
+    texts = tokenizer("the cat", return_tensors="pt")
+    greedy = models[0].generate(**texts, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    config = SampleConfig(prompt="the cat", max_new_tokens=9, temperature=0)
+    loaded.tokenizer.special_ids.clear()
+    sample = sample_text(loaded.build("cpu"), loaded.tokenizer, config)
+    assert sample == tokenizer.decode(greedy[0, 1:])
 
 
 def test_an_end_that_is_no_token_is_named(tmp_path: Path) -> None:
