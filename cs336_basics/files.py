@@ -76,6 +76,8 @@ def continued(path: str | os.PathLike[str], inputs: dict[str, Any]) -> Iterator[
         if found["inputs"] == inputs and partial.stat().st_size >= found["size"]:
             size, state = found["size"], found["state"]
     with naming_file(path):
+        if state is None:
+            note.unlink(missing_ok=True)  # else it would describe what is written from now on, if that is killed
         partial.touch()
         with partial.open("r+b") as file:
             file.truncate(size)

@@ -304,6 +304,7 @@ def test_what_a_killed_process_has_saved_is_read_on_and_other_settings_start_ane
 
     def note(after: Any) -> Any:
         read.append(after)
+        assert after or not (tmp_path / "left" / "out.partial.json").exists()  # a kill now leaves none of other inputs
         return read_files([path], "text", after)
 
     collect(note, tmp_path / "left" / "out")
