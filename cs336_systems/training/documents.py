@@ -68,25 +68,23 @@ def write_documents(read: Callable[[Any], Records], name: str, output: Path, inp
     if over a hundredth have none in their field `inputs["text_field"]`.
     """
     with continued(output, inputs) as text:
-        state = text.state or {"documents": 0, "bad": 0, "named": [], "position": None}
+        count, bad, named, done = text.state or (0, 0, [], None)
         if text.state is not None:
-            logger.info("text: %s documents are here already", f"{state['documents']:,}")
-        for where, document, position in read(state["position"]):
-            state = state | {"position": position}
+            logger.info("text: %s documents are here already", f"{count:,}")
+        for where, document, position in read(done):
             if document is None:
-                state |= {"bad": state["bad"] + 1, "named": [*state["named"], where][:_SHOWN]}
+                bad, named = bad + 1, [*named, where][:_SHOWN]
             elif document.strip():
                 # What is no Unicode, half of a surrogate pair, becomes a question mark.
                 text.file.write((document.replace("\uffff", "\ufffd") + inputs["separator"]).encode(errors="replace"))
-                state |= {"documents": state["documents"] + 1}
-            if state["bad"] == _HOPELESS and not state["documents"]:
+                count += 1
+            if text.mark((count, bad, named, position)):
+                logger.info("text: %s documents so far, %.2f GB", f"{count:,}", text.file.tell() / 1e9)
+            if bad == _HOPELESS and not count:
                 break
-            if text.mark(state):
-                logger.info("text: %s documents so far, %.2f GB", f"{state['documents']:,}", text.file.tell() / 1e9)
-        count, bad = state["documents"], state["bad"]
         if bad:
-            named = "; ".join(state["named"]) + ("; ..." if bad > _SHOWN else "")
-            message = f"{bad:,} of {count + bad:,} records have no text in {inputs['text_field']!r}: {named}"
+            message = f"{bad:,} of {count + bad:,} records have no text in {inputs['text_field']!r}: {'; '.join(named)}"
+            message += "; ..." if bad > _SHOWN else ""
             if bad > _MOST_BAD * (count + bad):
                 raise ValueError(f"{message} (data.text_field names the field)")
             logger.warning("text: %s", message)
