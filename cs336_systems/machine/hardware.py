@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _PROC, _CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES["fp8"] = torch.bfloat16  # of everything but the inputs of products
 
 # NVML's names for the reasons of a lowered GPU clock.
 _SLOWED_BY = {
@@ -35,11 +36,13 @@ _SLOWED_BY = {
 
 
 def device_peak_flops(device: torch.device, precision: str) -> float | None:
-    """`peak_flops` of a device. fp32 counts as tf32 if float32 matrix products may use TF32."""
+    """`peak_flops` of a device. fp32 counts as tf32 if float32 matrix products may use TF32, and fp8 as bf16."""
     if device.type != "cuda":
         return None
     if precision == "fp32" and allows_tf32():
         precision = "tf32"
+    if precision == "fp8":
+        precision = "bf16"
     return peak_flops(torch.cuda.get_device_name(device), precision)
 
 
@@ -161,7 +164,13 @@ def requested_gpu_bytes(device: torch.device, peak: bool = False) -> int:
 
 
 def check_precision(device: torch.device, precision: str) -> None:
-    """Raise ValueError if the device has no native arithmetic for `train.precision`."""
+    """Raise ValueError if the device has no native arithmetic for `train.precision`. A CPU has, if slow, all."""
+    if device.type != "cpu" and precision == "fp8":
+        has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        accepted = "it must be bf16, fp16 or fp32 here"
+        if not has_fp8:
+            raise ValueError(f"train.precision is 'fp8': {name} has no FP8 products; {accepted}")
     if device.type == "cuda" and precision == "bf16":
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):

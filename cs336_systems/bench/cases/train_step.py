@@ -41,7 +41,7 @@ class TrainStepBench:
     """Tokens per sequence."""
     batch_size: int = swept(4)
     """Sequences per batch."""
-    precision: Literal["fp32", "bf16"] = swept("bf16", quick="fp32")
+    precision: Literal["fp32", "bf16", "fp8"] = swept("bf16", quick="fp32")
     """Type of computation; the weights that are updated are float32."""
     compile: bool = swept(True, quick=False)
     """Use torch.compile."""
@@ -102,7 +102,7 @@ def hf_llama_step(llama: Any, config: RunConfig, device: torch.device) -> Callab
     tokens = torch.randint(0, shape.vocab_size, (config.train.batch_size, shape.context_length), device=device)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision != "fp32"):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
