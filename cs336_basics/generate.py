@@ -82,7 +82,7 @@ def generate(
         row[: len(prompt)] = torch.tensor(prompt, device=device)
 
     position = int(lengths.min())  # the first position at which some row is sampled
-    seen, cache = 0, model.new_cache()
+    seen, cache = 0, model.new_cache(rows.shape[1])
     while position < int(ends.max()):
         logits = model(rows[:, seen:position], cache)[:, -1]
         seen = position

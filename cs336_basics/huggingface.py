@@ -31,13 +31,23 @@ _SIZES = {
     "num_heads": "num_attention_heads",
 }
 """Our name -> the name in config.json."""
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_OPTIONS = {
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "window": "sliding_window",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "rope_scaling": f"[{', '.join(_SCALING)}]",
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
 """The architectures that can be imported, with the values that transformers gives to fields that are missing."""
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_OF_SOME = {"rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+"""Fields that only some exports have."""
 _TOP_NAMES = {
     "token_embeddings.weight": "model.embed_tokens.weight",
     "ln_final.weight": "model.norm.weight",
@@ -87,13 +97,10 @@ def export_hf(
     """Write config.json, model.safetensors and the tokenizer's files, each complete or not at all.
 
     The weights keep the type that they have in the state dict, one type for all. Raises ValueError for a model that
-    none of theirs equals: with a window in only some blocks, or beside norms of queries and keys.
+    none of theirs equals: with a window in only some blocks, unless queries and keys have norms.
     """
-    if shape.window is not None and (shape.qk_norm or shape.window_every > 1):
-        raise ValueError(
-            f"qk_norm is {shape.qk_norm} and window_every is {shape.window_every}: "
-            "with a window they must be False and 1, as in Hugging Face's Mistral"
-        )
+    if shape.window_every > 1 and not shape.qk_norm:
+        raise ValueError(f"window_every is {shape.window_every}: it must be 1 without qk_norm, as in older Mistrals")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
@@ -137,7 +144,7 @@ def check_export_folder(folder: str | os.PathLike[str]) -> None:
     sizes: dict[str, Any] = dict.fromkeys(_SIZES, 1)
     fields = _config_of(ModelShape(**sizes), None, torch.float32).keys()
     if Path(folder, "model.safetensors").exists() and not (
-        isinstance(found, dict) and found.keys() - {"rope_scaling", "sliding_window"} == fields
+        isinstance(found, dict) and found.keys() - _OF_SOME == fields
     ):
         raise ValueError(f"{folder} holds a model that is no earlier export of ours: give another folder")
 
@@ -145,9 +152,15 @@ def check_export_folder(folder: str | os.PathLike[str]) -> None:
 def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of config.json: of a Qwen 3 if queries and keys have norms, of a Mistral with a window, or a Llama."""
     name = "Qwen3" if shape.qk_norm else "Llama" if shape.window is None else "Mistral"
+    window: dict[str, Any] = {} if shape.window is None else {"sliding_window": shape.window}
+    if window and shape.qk_norm:
+        blocks = range(shape.num_layers)
+        kinds = ["full_attention" if i % shape.window_every else "sliding_attention" for i in blocks]
+        window |= {"use_sliding_window": True, "max_window_layers": 0, "layer_types": kinds}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **dict(zip(_SCALING, shape.rope_scaling, strict=True))}
+        rope["original_max_position_embeddings"] = round(shape.rope_scaling[3])  # transformers wants an integer
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": name.lower(),
@@ -160,7 +173,7 @@ def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype
         "rope_theta": shape.rope_theta,
         **({} if shape.rope_scaling is None else {"rope_scaling": rope}),
         "rope_parameters": rope,
-        **({} if shape.window is None else {"sliding_window": shape.window}),
+        **window,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": shape.tie_embeddings,
@@ -181,17 +194,14 @@ def is_hf_folder(folder: str | os.PathLike[str]) -> bool:
 def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Tensor], Tokenizer | None]:
     """Read a folder with a Llama, Qwen 3 or Mistral: shape, state dict in float32 and the tokenizer, if any.
 
-    Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: with biases, a
-    Qwen 3 with a sliding window, another scaling of the rotary frequencies than Llama 3's, or missing or misshapen
-    weights.
+    Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: with biases,
+    windows in other blocks than every so many from the first, another scaling of the rotary frequencies than Llama 3's,
+    or missing or misshapen weights.
     """
     folder = Path(folder)
     shape = read_shape(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} has no .safetensors file")
     weights: dict[str, Tensor] = {}
-    for file in files:
+    for file in _weight_files(folder):
         try:
             weights.update(safetensors.torch.load_file(file))
         except (OSError, safetensors.SafetensorError) as error:
@@ -206,6 +216,10 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
         here, there = found.get(name, "none"), expected.get(name, "none")
         if here != there:
             raise ValueError(f"{folder}: {name} has shape {here}, and config.json means {there}")
+    head, embedding = weights.get("lm_head.weight"), weights["model.embed_tokens.weight"]
+    if shape.tie_embeddings and head is not None and not torch.equal(head, embedding):
+        named = "lm_head.weight is another than model.embed_tokens.weight"
+        raise ValueError(f"{folder}: {named}: it must be the same, because tie_word_embeddings is true in config.json")
     state = {ours: weights[theirs].float() for ours, (theirs, _) in names.items()}
     state = {name: _to_pairs(w, shape.head_size) if name.endswith(_TURNED) else w for name, w in state.items()}
 
@@ -214,6 +228,19 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
     if tokenizer is not None and tokenizer.vocab_size > shape.vocab_size:
         raise ValueError(f"{tokenizer_path} has {tokenizer.vocab_size} tokens, config.json says {shape.vocab_size}")
     return shape, state, tokenizer
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files of its index: a folder may hold the same weights in another form beside them."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        if not whole.is_file():
+            raise FileNotFoundError(f"{folder} has no {whole.name} and no {index.name}")
+        return [whole]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of weights: its weight_map must have a file for each name") from error
 
 
 def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
@@ -255,47 +282,57 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
 
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"{path}: rope type is {rope_type!r}, and only 'default' and 'llama3' can be imported")
-    heads = sizes["num_heads"]
-    kv_heads = _number(path, config, "num_key_value_heads", heads, kind=int)
-    if heads % kv_heads:
-        raise ValueError(f"{path}: num_key_value_heads is {kv_heads}: it must divide num_attention_heads, {heads}")
-    head_dim = _number(path, config, "head_dim", sizes["d_model"] // heads, kind=int)
     tied = config.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise ValueError(f"{path}: tie_word_embeddings is {tied!r}: it must be true or false")
-    if head_dim % 2:
-        raise ValueError(f"{path}: head_dim is {head_dim}: it must be even")
-    return ModelShape(
+    window, window_every = _window(path, config, sizes["num_layers"])
+    shape = ModelShape(
         **sizes,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=_number(path, config, "num_key_value_heads", kind=int, default=sizes["num_heads"]),
+        head_dim=None if config.get("head_dim") is None else _number(path, config, "head_dim", kind=int),
         qk_norm=config["model_type"] == "qwen3",
-        window=_window(path, config),
+        window=window,
+        window_every=window_every,
         tie_embeddings=tied,
         norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
         rope_theta=_number(path, rope, "rope_theta", config.get("rope_theta", 10000.0)),
         rope_scaling=tuple(_number(path, rope, name) for name in _SCALING) if rope_type == "llama3" else None,
     )
+    try:
+        shape.check(lambda ours: (_SIZES | _OPTIONS)[ours])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return shape
 
 
-def _window(path: Path, config: dict[str, Any]) -> int | None:
-    """Mistral's window; None if it hides nothing."""
-    if config["model_type"] != "mistral" or config["sliding_window"] is None:
-        return None
+def _window(path: Path, config: dict[str, Any], num_layers: int) -> tuple[int | None, int]:
+    """The window, None if it hides nothing, and every how many blocks it is. In Qwen 3 the last blocks have it."""
+    is_qwen = config["model_type"] == "qwen3"
+    if config["model_type"] == "llama" or config["sliding_window"] is None:
+        return None, 1
+    if is_qwen and not config.get("use_sliding_window", False):
+        return None, 1
+    full, sliding = "full_attention", "sliding_attention"
+    first = _number(path, config, "max_window_layers", kind=int) if is_qwen else 0
+    kinds = config.get("layer_types") or [full if i < first else sliding for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in (full, sliding) for kind in kinds):
+        raise ValueError(f"{path}: layer_types is {kinds!r}: it must have {full} or {sliding} for each of {num_layers}")
+    with_window = [i for i, kind in enumerate(kinds) if kind == sliding]
     window = _number(path, config, "sliding_window", kind=int)
-    return window if window < config["max_position_embeddings"] else None
+    if not with_window or window >= config["max_position_embeddings"]:
+        return None, 1
+    every = (*with_window, num_layers)[1]
+    if with_window != [*range(0, num_layers, every)]:
+        accepted = "only a window in all, or in every so many from the first, can be imported"
+        raise ValueError(f"{path}: sliding_window is {window} in the blocks {with_window}, counted from 0: {accepted}")
+    return window, every
 
 
 def _number(path: Path, source: dict[str, Any], name: str, default: Any = None, kind: type = float) -> Any:
     value = default if source.get(name) is None else source[name]
-    if not _is_positive(value) or (kind is int and not isinstance(value, int)):
-        accepted = "a positive integer" if kind is int else "a positive number"
-        raise ValueError(f"{path}: {name} is {value!r}: it must be {accepted}")
+    if isinstance(value, bool) or not isinstance(value, int | kind):
+        raise ValueError(f"{path}: {name} is {value!r}: it must be {'an integer' if kind is int else 'a number'}")
     return kind(value)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 63
 
 
 def _fixed_settings(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -305,6 +342,4 @@ def _fixed_settings(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, t
         "partial_rotary_factor": (1.0, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))),
         "attention_bias": (False, config.get("attention_bias", False)),
         "mlp_bias": (False, config.get("mlp_bias", False)),
-        # Its blocks with a window are the last ones.
-        "use_sliding_window": (False, config["model_type"] == "qwen3" and config.get("use_sliding_window", False)),
     }

@@ -142,10 +142,10 @@ class SwiGLU(nn.Module):
 
 
 class LayerCache:
-    """The keys and values one attention layer has seen, in buffers allocated once for `context_length` positions."""
+    """The keys and values one attention layer has seen, in buffers allocated once for `room` positions."""
 
-    def __init__(self, context_length: int) -> None:
-        self._context_length = context_length
+    def __init__(self, room: int) -> None:
+        self._room = room
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self.length = 0
@@ -154,7 +154,7 @@ class LayerCache:
         """Append k and v to the cache; return all keys and all values so far, each (B, H, length, D)."""
         if self._keys is None or self._values is None:
             batch, heads, _, dim = k.shape
-            self._keys, self._values = (t.new_empty(batch, heads, self._context_length, dim) for t in (k, v))
+            self._keys, self._values = (t.new_empty(batch, heads, self._room, dim) for t in (k, v))
         end = self.length + k.shape[-2]
         self._keys[:, :, self.length : end] = k
         self._values[:, :, self.length : end] = v
@@ -329,9 +329,12 @@ class TransformerLM(nn.Module):
             x = layer(x, None if cache is None else cache[i], documents)
         return x
 
-    def new_cache(self) -> list[LayerCache]:
-        """An empty key-value cache, one entry per layer; the first call that uses it fixes the batch size."""
-        return [LayerCache(self.context_length) for _ in self.layers]
+    def new_cache(self, room: int | None = None) -> list[LayerCache]:
+        """An empty key-value cache, one entry per layer; the first call that uses it fixes the batch size.
+
+        room: positions that it can hold (default: context_length).
+        """
+        return [LayerCache(room or self.context_length) for _ in self.layers]
 
 
 def _drop_tied(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

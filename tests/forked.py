@@ -25,7 +25,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 
 import matplotlib.backends.backend_agg  # a program that draws takes two seconds to load it
-import matplotlib.figure  # noqa: F401
+import matplotlib.figure
 import torch
 import torch._dynamo  # the first optimizer of a process loads it, which takes seconds
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 CAN_FORK = sys.platform == "linux" and not torch.cuda.is_available()
 _OURS = ("cs336_basics", "cs336_systems", "tests")
+_savefig = matplotlib.figure.Figure.savefig
 _before: list[types.ModuleType] = []  # pytest's modules of ours: kept, as PyTorch may have references to their parts
 
 
@@ -48,7 +49,10 @@ def fork_everything() -> None:
 
 
 def _spawn(path: Any, arguments: Sequence[str | bytes], kept: Iterable[int]) -> int:
-    return _fork([*map(os.fsdecode, arguments)][1:], [0, 1, 2], kept, lambda: None, os.environ.copy())
+    def enter() -> None:  # the server outlives the test that starts it, whose pictures may be blank
+        matplotlib.figure.Figure.savefig = _savefig  # type: ignore[method-assign]
+
+    return _fork([*map(os.fsdecode, arguments)][1:], [0, 1, 2], kept, enter, os.environ.copy())
 
 
 class _Forked(subprocess.Popen):

@@ -21,7 +21,7 @@ from ..report.markdown import markdown_table
 from ..report.selection import OUTCOMES, machine
 from ..report.views import rows_table
 from .figures import FORMATS, ClaimError, Fields, Figures, NoRows, Source, beside, compared, plan, working
-from .pictures import Pictures
+from .pictures import Pictures, styled
 
 TITLE = "CS336 Assignment 2: systems"
 TEMPLATES = Path(__file__).parent / "problems"
@@ -159,13 +159,15 @@ def build(
         return fill(env, name)
 
     sections: dict[str, list[Answer]] = {}
-    for section, names in SECTIONS.items():
-        for name in names:
-            say(name)
-            text, sources = filled(name), _unique(figures.used)
-            sections.setdefault(section, []).append(Answer(name, text + _measured_by(sources, start), sources))
+    with styled():
+        for section, names in SECTIONS.items():
+            for name in names:
+                say(name)
+                text, sources = filled(name), _unique(figures.used)
+                sections.setdefault(section, []).append(Answer(name, text + _measured_by(sources, start), sources))
+        summary = filled("summary")
     used = _unique(source for answers in sections.values() for answer in answers for source in answer.sources)
-    return WriteUp(filled("summary"), sections, _appendix(used, start), env.missing, figures.contradictions)
+    return WriteUp(summary, sections, _appendix(used, start), env.missing, figures.contradictions)
 
 
 def _unique(sources: Iterable[Source]) -> list[Source]:
@@ -222,6 +224,7 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
     env.globals |= {
         **FORMATS,
         "rows": figures.rows,
+        "every": figures.every,
         "row": figures.row,
         "launch": figures.launch,
         "claim": figures.claim,
@@ -236,11 +239,9 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         "plan": plan,
         "working": working,
         "lines": lambda rows, x, y, *text, **options: pictures.lines(rows, evaluate(x), evaluate(y), *text, **options),
-        "bars": lambda rows, x, y, *text, **options: pictures.bars(rows, evaluate(x), evaluate(y), *text, **options),
         **{name: getattr(pictures, name) for name in ("shares", "stacks", "streams", "timelines")},
         "max": max,
         "min": min,
-        "zip": zip,
     }
     return env
 

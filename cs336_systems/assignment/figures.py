@@ -7,6 +7,7 @@ fields of the row that comes back:
     A step takes {{ step.step_ms.p50 | ms }}.
 """
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from ..bench.case import option_words
 from ..bench.row import Row, read_rows
-from ..planner.working import Section
+from ..planner.working import Section, Term
 from ..report.fields import faster
 from ..report.markdown import markdown_table, plain
 from ..report.memory_parts import predicted_today
@@ -91,6 +92,11 @@ class Figures:
         """
         return [_shown(source) for source in self._find(case, where, command)]
 
+    def every(self, case: str, command: str = "", **where: Any) -> list[Fields]:
+        """As `rows`, but raises NoRows unless there is a row for each combination of the values that `where` lists."""
+        count = math.prod(len(value) for value in where.values() if isinstance(value, list))
+        return [_shown(source) for source in self._find(case, where, command, count)]
+
     def row(self, case: str, command: str = "", **where: Any) -> Fields:
         """The only row that matches. Raises NoRows if there is none, and ValueError if several settings match."""
         found = self._find(case, where, command)
@@ -128,15 +134,15 @@ class Figures:
             self.contradictions.append(f"{self.problem}: {text!r}{': ' if seen else ''}{seen}")
         return text
 
-    def _find(self, case: str, where: Mapping[str, Any], command: str) -> list[Source]:
+    def _find(self, case: str, where: Mapping[str, Any], command: str, count: int = 1) -> list[Source]:
         newest: dict[tuple[str, ...], Source] = {}
         for source in self._matching(case, where):
             setting = (source.row.variant, *(str(source.row.config.get(name)) for name in _KEYS[case]))
             newest[setting] = source
-        if not newest:
-            raise NoRows(command or _command(case, where))
         own = [source for source in newest.values() if self._is_own(source)]
         found = sorted(own or newest.values(), key=lambda source: _place(source.row, where))
+        if len(found) < count:
+            raise NoRows(command or _command(case, where))
         self.used += found
         return found
 
@@ -266,12 +272,13 @@ def plan(command: str, **options: Any) -> list[Section]:
 
     memory, activation and checkpointing take the size of a model, its context_length and the fields of
     `planner.job.Job`; ddp-overhead takes the run of a row, the bandwidth (bytes/s) and overhead_s (s a call) of an
-    all-reduce; attention, for which there is no command, is the memory of plain attention for a
-    batch_size, length and head_size.
+    all-reduce. Two have no command: forward is the peak of a forward pass alone, with the options of memory; attention
+    is the memory of plain attention for a batch_size, length and head_size.
     """
     from ..config.model import ModelConfig
     from ..planner import activations, memory
     from ..planner.communication import overhead_sections
+    from ..planner.forward_memory import forward_peak_bytes
     from ..planner.job import Job
     from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
     from ..planner.rows import gradient_bytes_of
@@ -281,6 +288,9 @@ def plan(command: str, **options: Any) -> list[Section]:
     match command:
         case "memory":
             return memory.memory_sections(Job(shape=ModelConfig(**model).shape, **options))
+        case "forward":
+            job = Job(shape=ModelConfig(**model).shape, optimizer=False, **options)
+            return [Section("Forward pass", (Term("peak", "", forward_peak_bytes(job)),))]
         case "activation" | "checkpointing":
             of_job = getattr(activations, f"{command}_sections")
             return of_job(Job(shape=ModelConfig(**model).shape, **options))

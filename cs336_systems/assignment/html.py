@@ -7,6 +7,8 @@ from typing import Any
 
 import jinja2
 
+from .numbered import numbered
+
 _FILES = Path(__file__).parent / "pages"
 
 
@@ -28,10 +30,8 @@ def _rendered(text: str, folder: Path) -> tuple[str, list[tuple[str, str, str]]]
     """The HTML of Markdown, and each heading's level, name, and name with places where a line may break."""
     from markdown_it import MarkdownIt
 
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = parser.parse(text)
+    parser, tokens = MarkdownIt("commonmark"), numbered(text)
     contents: list[tuple[str, str, str]] = []
-    figures = captions = 0
     for i, token in enumerate(tokens):
         if token.type == "heading_open":
             name = tokens[i + 1].content
@@ -39,14 +39,12 @@ def _rendered(text: str, folder: Path) -> tuple[str, list[tuple[str, str, str]]]
             contents.append((token.tag, html.escape(name), html.escape(name).replace("_", "_<wbr>")))
         for child in token.children or ():
             if child.type == "image":
-                figures += 1
-                child.content = f"Figure {figures}. {child.content}"
+                child.content = f"{child.meta['label']}. {child.content}"
                 child.attrSet("src", str(folder / str(child.attrs["src"])))
-        if token.type == "inline" and token.content.startswith(": ") and tokens[i - 2].type == "table_close":
-            captions += 1
-            tokens[i - 1].attrSet("class", "caption")
-            first: Any = (token.children or [])[0]
-            first.content = f"Table {captions}. {first.content[2:]}"
+        if label := token.meta.get("label"):
+            token.attrSet("class", "caption")
+            first: Any = (tokens[i + 1].children or [])[0]
+            first.content = f"{label}. {first.content}"
     parser.renderer.rules["image"] = _picture  # type: ignore[attr-defined]
     parser.renderer.rules["table_open"] = lambda *_: '<div class="wide"><table>'  # type: ignore[attr-defined]
     parser.renderer.rules["table_close"] = lambda *_: "</table></div>"  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..machine.console import ended_in_order, no_interrupts_inherited, say
+from ..machine.files import write_whole
 from ..machine.hardware import gpu_count
 
 
@@ -20,17 +21,22 @@ def check_gpu() -> None:
 def measure_missing(results: Path, missing: Callable[[], Sequence[str]]) -> list[str]:
     """Run the commands that `missing` returns until there is no new one; return those that failed.
 
-    Rows go below `results`. Measuring one setting can uncover the next query without rows, hence the repetition.
+    Rows go below `results`. Measuring one setting can uncover the next query without rows, hence the repetition. A
+    command that was interrupted comes first the next time: it may have left enough rows for its query, but not all.
     """
     results.mkdir(parents=True, exist_ok=True)
+    running = results / ".measuring"
+    interrupted = [running.read_text()] if running.exists() else []
     tried: set[str] = set()
     failed = []
-    while new := [command for command in dict.fromkeys(missing()) if command not in tried]:
+    while new := [command for command in dict.fromkeys([*interrupted, *missing()]) if command not in tried]:
         for command in new:
             tried.add(command)
             say(f"{len(tried)}: {command}")
+            write_whole(running, command)
             if run_alone([sys.executable, "-m", "cs336_systems", *_words(command, results)]) != 0:
                 failed.append(command)
+            running.unlink()
     return failed
 
 

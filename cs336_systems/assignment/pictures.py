@@ -1,12 +1,15 @@
 """The pictures of the write-up, as SVG: the same type, colours and sizes in all of them.
 
-A mark whose id begins with `TOLD` gets the rest of it as its title, which a browser shows under the pointer.
+A shape whose id begins with `TOLD` gets the rest of it as its title, which a browser shows under the pointer. Marks may
+overlap or be thin, so the shape is an unseen one above all marks of a column, bar or panel, and tells each of them.
 """
 
-import functools
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from .figures import number
 
 FOLDER = "pictures"
 TOLD = "title: "
+_UNSEEN: dict[str, Any] = {"alpha": 0, "zorder": 9}
 _COLORS = ("#1f4ea8", "#d62728", "#2ca02c", "#ff9f1c", "#9467bd", "#17a6c4", "#8c564b", "#6b6b6b")
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -36,17 +40,11 @@ _STYLE: dict[Any, Any] = {
 Cell = Callable[[dict[str, Any]], Any]
 
 
-def _styled(draw: Callable[..., str]) -> Callable[..., str]:
-    """Draw in the style of the write-up."""
+def styled() -> AbstractContextManager[None]:
+    """The style of the write-up, for all that is drawn in this context."""
+    import matplotlib
 
-    @functools.wraps(draw)
-    def drawn(*args: Any, **options: Any) -> str:
-        import matplotlib
-
-        with matplotlib.rc_context(_STYLE):
-            return draw(*args, **options)
-
-    return drawn
+    return matplotlib.rc_context(_STYLE)
 
 
 class Pictures:
@@ -56,13 +54,12 @@ class Pictures:
         self.out, self.problem = out, ""
         self.count: dict[str, int] = {}
 
-    @_styled
     def lines(
         self, rows: Sequence[dict[str, Any]], x: Cell, y: Cell, caption: str,
         by: str = "", xlabel: str = "", ylabel: str = "", log: str = "",
     ) -> str:  # fmt: skip
         """A line for each value of the field `by`."""
-        figure, axes = _figure(2.6)
+        figure, axes = _figure()
         lines: dict[str, list[tuple[Any, Any]]] = {}
         for row in rows:
             lines.setdefault(str(row[by]) if by else "", []).append((x(row), y(row)))
@@ -70,11 +67,8 @@ class Pictures:
             color = KERNEL_COLORS.get(name, _COLORS[i % len(_COLORS)])
             xs, ys = zip(*sorted(points), strict=True)
             axes.plot(xs, ys, marker="o", ms=4, lw=1.5, color=color, label=name)
-            for at, value in points:  # an unseen mark around each point, large enough to hit
-                told = _told(name, (xlabel, f"{at:,}"), (ylabel, number(value)))
-                axes.plot(at, value, "o", ms=8, mew=0, color=color, alpha=0, gid=told)
+        ticks = sorted({point[0] for points in lines.values() for point in points})
         if "x" in log:
-            ticks = sorted({point[0] for points in lines.values() for point in points})
             axes.set_xscale("log", base=2)
             every = 1 + len(ticks) // 9  # names of neighbouring ticks must not touch
             axes.set_xticks(ticks, [f"{tick:,}" if i % every == 0 else "" for i, tick in enumerate(ticks)])
@@ -85,32 +79,20 @@ class Pictures:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
+        start, end = axes.get_xlim()
+        middles = [math.sqrt(a * b) if "x" in log else (a + b) / 2 for a, b in pairwise(ticks)]
+        for tick, (low, high) in zip(ticks, pairwise([start, *middles, end]), strict=True):
+            values = [(name, number(value)) for name, points in lines.items() for at, value in points if at == tick]
+            axes.axvspan(low, high, gid=_told((xlabel, f"{tick:,}"), f"{ylabel}:", *values), **_UNSEEN)
         if len(lines) > 1:
             figure.legend(loc="outside right center")
         return self._save(figure, caption)
 
-    @_styled
-    def bars(
-        self, rows: Sequence[dict[str, Any]], name: Cell, value: Cell, caption: str,
-        xlabel: str = "", form: str = ".3g",
-    ) -> str:  # fmt: skip
-        """A horizontal bar for each row, with its number at the end."""
-        figure, axes = _figure(0.7 + 0.27 * len(rows))
-        for place, row in enumerate(rows):
-            bar = axes.barh(place, value(row), 0.7, color=KERNEL_COLORS.get(str(name(row)), _COLORS[0]))
-            bar[0].set_gid(_told(name(row), (xlabel, format(value(row), form))))
-            axes.bar_label(bar, [format(value(row), form)], padding=4)
-        axes.margins(x=0.12)  # room for the numbers
-        _name_lines(axes, range(len(rows)), [str(name(row)) for row in rows], xlabel)
-        return self._save(figure, caption)
-
-    @_styled
     def shares(self, spans: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
         """A bar for each span of a kernel profile, divided by class of kernel."""
         bars = [(name, {kind: span["share"].get(kind, 0) for kind in CLASS_COLORS}) for name, span in spans]
         return self.stacks(bars, caption, "share of kernel time (%)", 0.01, CLASS_COLORS)
 
-    @_styled
     def stacks(
         self, bars: Sequence[tuple[str, Mapping[str, float]]], caption: str,
         xlabel: str = "", scale: float = 1, colors: Mapping[str, str] = {},
@@ -126,16 +108,16 @@ class Pictures:
         for i, part in enumerate(parts):
             widths = [max(0.0, values.get(part, 0)) / scale for _, values in bars]
             color = colors.get(part, _COLORS[i % len(_COLORS)])
-            drawn = axes.barh(range(len(bars)), widths, 0.7, left=left, color=color, label=part.replace("_", " "))
-            for bar, (name, _), width in zip(drawn, bars, widths, strict=True):
-                bar.set_gid(_told(name, drawn.get_label(), (xlabel, number(width))))
+            axes.barh(range(len(bars)), widths, 0.7, left=left, color=color, label=part.replace("_", " "))
             left = [start + width for start, width in zip(left, widths, strict=True)]
+        for place, (name, values) in enumerate(bars):
+            sizes = [(part.replace("_", " "), number(max(0.0, values.get(part, 0)) / scale)) for part in parts]
+            axes.axhspan(place - 0.35, place + 0.35, gid=_told(name, f"{xlabel}:", *sizes), **_UNSEEN)
         axes.set_xlim(0, max(left))
         _name_lines(axes, range(len(bars)), [name for name, _ in bars], xlabel)
         figure.legend(loc="outside lower center", ncols=5)
         return self._save(figure, caption)
 
-    @_styled
     def streams(self, rows: Sequence[dict[str, Any]], caption: str) -> str:
         """The compute and communication of each row's profiled step on one time axis; "" if no file has them."""
         folders = [(row, row["path"].parent) for row in rows]
@@ -148,15 +130,16 @@ class Pictures:
             for i, (kind, intervals) in enumerate(read_streams(file).items()):
                 # Kernels a few microseconds apart are drawn as one.
                 spans = [(a, b - a) for a, b in merge(intervals, gap=0.02)]
-                drawn = axes.broken_barh(spans, (2.5 * place + i - 0.4, 0.8), color=STREAM_COLORS[kind], linewidth=0)
-                drawn.set_gid(_told(variant, (kind, f"{number(sum(span for _, span in spans))} ms in all")))
+                low = 2.5 * place + i - 0.4
+                axes.broken_barh(spans, (low, 0.8), color=STREAM_COLORS[kind], linewidth=0)
+                told = _told(variant, (kind, f"{number(sum(span for _, span in spans))} ms in all"))
+                axes.axhspan(low, low + 0.8, gid=told, **_UNSEEN)
                 ticks.append((2.5 * place + i, f"{variant}: {kind}"))
         axes.set_xlim(left=0)
         places, names = zip(*ticks, strict=True)
         _name_lines(axes, places, names, "ms from the first kernel of the step")
         return self._save(figure, caption)
 
-    @_styled
     def timelines(self, panels: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
         """Memory in use over a step, by category: a panel for each row of a memory profile, below its title."""
         from matplotlib.figure import Figure
@@ -169,8 +152,9 @@ class Pictures:
                 top = [low + size / 2**30 for low, size in zip(bottom, in_use, strict=True)]
                 color = MEMORY_COLORS[name]
                 drawn[name] = axes.fill_between(timeline["ms"], bottom, top, step="post", color=color, linewidth=0)
-                drawn[name].set_gid(_told(title, name, ("at most", f"{number(max(in_use) / 2**30)} GiB")))
                 bottom = top
+            most = [(name, number(max(in_use) / 2**30)) for name, in_use in timeline["in_use"].items()]
+            axes.axhspan(0, max(bottom), gid=_told(title, "at most (GiB):", *most), **_UNSEEN)
             axes.set_ylim(0, 1.15 * max(bottom))
             axes.set_xlim(timeline["ms"][0], timeline["ms"][-1])
             for name, (start, end) in timeline["phases"].items():
@@ -189,14 +173,14 @@ class Pictures:
         name = f"{FOLDER}/{self.problem}-{self.count[self.problem]}.svg"
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-        text = re.sub(f'<g id="{TOLD}(.*?)">', r"<g><title>\1</title>", file.getvalue())
+        text = re.sub(f'<g id="{TOLD}(.*?)">', r"<g><title>\1</title>", file.getvalue(), flags=re.S)
         write_whole(self.out / name, text)
         return f"![{caption}]({name})"
 
 
 def _told(*parts: Any) -> str:
-    """The id of a mark that tells its parts: a name, or the name of an axis with a value."""
-    return TOLD + "; ".join(": ".join(part) if isinstance(part, tuple) else str(part) for part in parts if part)
+    """The id of a shape that tells its parts, a line for each: a text, or a name with a value."""
+    return TOLD + "\n".join(": ".join(part) if isinstance(part, tuple) else str(part) for part in parts if part)
 
 
 def _name_lines(axes: Any, places: Sequence[float], names: Sequence[str], xlabel: str) -> None:
@@ -207,8 +191,8 @@ def _name_lines(axes: Any, places: Sequence[float], names: Sequence[str], xlabel
     axes.set_xlabel(xlabel)
 
 
-def _figure(height: float) -> tuple[Any, Any]:
+def _figure(height: float = 0) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.6, height), layout="constrained")
+    figure = Figure(figsize=(6.6, max(height, 2.6)), layout="constrained")  # inches; at least 6 cm on paper
     return figure, figure.subplots()

@@ -6,6 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .numbered import numbered
+
 if TYPE_CHECKING:
     from markdown_it.tree import SyntaxTreeNode
 
@@ -17,10 +19,9 @@ _CALLS = {"em": "emph", "strong": "strong", "list_item": "list.item"}
 
 def to_typst(title: str, author: str, date: str, text: str) -> str:
     """A Markdown document in Typst. Its text stands in string literals, so that nothing in it is markup."""
-    from markdown_it import MarkdownIt
     from markdown_it.tree import SyntaxTreeNode
 
-    tree = SyntaxTreeNode(MarkdownIt("commonmark", {"html": False}).enable("table").parse(text))
+    tree = SyntaxTreeNode(numbered(text))
     head = f"#show: paper.with(title: {_string(title)}, author: {_string(author)}, date: {_string(date)})"
     nodes = [*tree.children]
     first = next((i for i, node in enumerate(nodes) if node.type == "heading"), len(nodes))
@@ -44,11 +45,11 @@ def _typst(node: "SyntaxTreeNode") -> str:
         case "fence" | "code_block":
             return f"#raw({_string(node.content)}, block: true);\n\n"
         case "image":
-            return f"#picture({_string(str(node.attrs['src']))}, {_string(node.content)});"
+            texts = map(_string, (str(node.attrs["src"]), node.meta["label"], node.content))
+            return f"#picture({', '.join(texts)});"
         case "table":
-            after = node.next_sibling
-            return _table(node, _caption(after) if after else "")
-        case "paragraph" if _caption(node) and node.previous_sibling and node.previous_sibling.type == "table":
+            return _table(node)
+        case "paragraph" if node.meta.get("label"):
             return ""  # set with its table
     inner = "".join(map(_typst, node.children))
     match node.type:
@@ -70,13 +71,10 @@ def _typst(node: "SyntaxTreeNode") -> str:
     raise ValueError(f"the Markdown of the write-up has a {node.type}, which cannot be typeset")
 
 
-def _caption(node: "SyntaxTreeNode") -> str:
-    """The text of a paragraph that begins with ": ", which is the caption of the table before it; else ""."""
-    text = _plain(node) if node.type == "paragraph" else ""
-    return text[2:] if text.startswith(": ") else ""
-
-
-def _table(node: "SyntaxTreeNode", caption: str) -> str:
+def _table(node: "SyntaxTreeNode") -> str:
+    after = node.next_sibling
+    label = after.meta.get("label", "") if after else ""
+    caption = _plain(after) if after and label else ""
     head, *bodies = node.children
     header = head.children[0].children
     body = [row.children for each in bodies for row in each.children]
@@ -89,7 +87,7 @@ def _table(node: "SyntaxTreeNode", caption: str) -> str:
     lines = [", ".join(f"[{''.join(map(_typst, cell.children))}]" for cell in row) for row in (header, *body)]
     rows = "".join(f"  {line},\n" for line in lines[1:])
     settings = f"columns: {len(header)}, align: ({', '.join(aligned)},)"
-    return f"#rows({_string(caption)}, {settings},\n  table.header({lines[0]}),\n{rows});\n\n"
+    return f"#rows({_string(label)}, {_string(caption)}, {settings},\n  table.header({lines[0]}),\n{rows});\n\n"
 
 
 def _plain(node: "SyntaxTreeNode") -> str:

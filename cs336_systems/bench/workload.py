@@ -24,10 +24,10 @@ from ..kernels.attention import get_attention
 from ..machine.hardware import DTYPE_NAMES, autocast, check_precision, memory_bytes, select_device, use_device
 from ..planner.accounting import num_parameters
 from ..planner.forward_memory import forward_peak_bytes
-from ..planner.job import Job
+from ..planner.job import Job, check_kept_attention
 from ..planner.memory import peak_bytes
 from ..planner.rows import workload_job
-from ..training.build import build_optimizer, checkpoint_activations, compile_model, compiled
+from ..training.build import build_optimizer, compiled, prepare_blocks
 from .instruments.timing import Stopwatch
 from .instruments.trace import named_range
 
@@ -76,7 +76,7 @@ class Workload:
     attention: str = "naive"
     """Attention kernel by its registered name."""
     activation_checkpointing: str = "none"
-    """none, block, first_K, every_K or groups_K."""
+    """As in training: none, block, first_K, every_K, groups_K, or block_but_attention."""
     optimizer: Literal["own", "torch", "torch_foreach", "torch_fused"] = "torch_fused"
     """Implementation of AdamW."""
     device: str = "auto"
@@ -105,6 +105,7 @@ class Workload:
     def check_checkpointed(self) -> None:
         with without_groups():
             self.train_config.check_checkpointed(self.shape.num_layers)
+        check_kept_attention(self.activation_checkpointing, self.attention)
 
     def check_host_memory(self) -> None:
         """Raise MemoryError if this exceeds the machine's memory: the system would kill the process silently."""
@@ -153,9 +154,7 @@ class Workbench:
         self.optimizer: torch.optim.Optimizer | None = None
         if config.mode == "train_step":
             self.optimizer = build_optimizer(self.model, OptimizerConfig(implementation=config.optimizer))
-        if config.compile:
-            compile_model(self.model)
-        checkpoint_activations(self.model, config.train_config)
+        prepare_blocks(self.model, config.train_config)
         self._loss = compiled(cross_entropy) if config.compile else cross_entropy
         self._logits_dtype: torch.dtype | None = None
 
@@ -232,8 +231,8 @@ def is_compiled(block: Any) -> bool:
 
 
 def wrapped(function: Any) -> Iterator[Any]:
-    """A function and the functions inside it; inside a partial are its function and its first argument."""
+    """A function and the functions inside it: of a partial its function and first argument, and what is compiled."""
     yield function
     if isinstance(function, functools.partial):
-        for inner in (function.func, *function.args[:1]):
+        for inner in (function.func, *function.args[:1], getattr(function, "__wrapped__", None)):
             yield from wrapped(inner)

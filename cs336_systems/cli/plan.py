@@ -35,6 +35,8 @@ _MODEL = {
     "num_layers": "Number of Transformer blocks.",
     "num_heads": "Number of attention heads.",
 }
+_OPTIONS = ("num_kv_heads", "head_dim", "qk_norm", "tie_embeddings", "window", "window_every")
+"""Further fields of the model that a plan takes."""
 _JOB = [field.name for field in fields(Job) if field.name not in ("shape", "optimizer", "fused", "clip")]
 _BLOCK = ("batch_size", "precision", "attention")
 
@@ -47,18 +49,20 @@ def _parser(command: str) -> Any:
 
 
 def _job_parser(command: str, *names: str) -> Any:
-    """A parser with options for the model and for these fields of `Job`, whose docstrings become the help."""
+    """A parser with options for the model and for these fields of `Job`; docstrings of fields become the help."""
     from docstring_parser import parse_from_object
 
     parser = _parser(command)
     for name, text in _MODEL.items():
         flags = ["--context_length", "--context"] if name == "context_length" else [f"--{name}"]
         parser.add_argument(*flags, type=str if name == "size" else int, default=None, help=text)
-    hints, told = get_type_hints(Job), {param.arg_name: param.description for param in parse_from_object(Job).params}
-    for name in names:
-        default = None if name == "strategy" else getattr(Job, name)  # it depends on the number of GPUs
-        is_flag: dict[str, Any] = {"nargs": "?", "const": True} if hints[name] is bool else {}
-        parser.add_argument(f"--{name}", type=hints[name], default=default, help=told[name], **is_flag)
+    for cls, of_cls in ((ModelConfig, _OPTIONS), (Job, names)):
+        told = {param.arg_name: param.description for param in parse_from_object(cls).params}
+        hints = get_type_hints(cls)
+        for name in of_cls:
+            default = None if name == "strategy" else getattr(cls, name)  # it depends on the number of GPUs
+            is_flag: dict[str, Any] = {"nargs": "?", "const": True} if hints[name] is bool else {}
+            parser.add_argument(f"--{name}", type=hints[name], default=default, help=told[name], **is_flag)
     return parser
 
 
@@ -72,6 +76,7 @@ def _shape(options: Any) -> ModelShape:
     size = _size(options)
     model: dict[str, Any] = {"context_length": MODEL_SIZES.get(size or "", {}).get("context_length", 512)}
     model |= {name: value for name in SHAPE_FIELDS if (value := getattr(options, name)) is not None}
+    model |= {name: getattr(options, name) for name in _OPTIONS}
     try:
         return ModelConfig(size=size, **model).shape
     except ValueError as error:
@@ -101,7 +106,9 @@ def _print(sections: Sequence[Section], options: Any) -> int:
 
 def _planned(job: Job, size: str | None, card: str, memory_gib: float) -> Section:
     """The assumptions of a plan, and whether its peak fits the card."""
-    shape = (f"{name} {getattr(job.shape, name):,}" for name in (*SIZE_FIELDS, "vocab_size", "context_length"))
+    shape = [f"{name} {getattr(job.shape, name):,}" for name in (*SIZE_FIELDS, "vocab_size", "context_length")]
+    defaults = ModelShape.defaults()
+    shape += [f"{name} {value}" for name in _OPTIONS if (value := getattr(job.shape, name)) != defaults[name]]
     usual = ("batch_size", "precision", "attention", "world_size", "strategy")
     options = {field.name: (getattr(job, field.name), field.default) for field in fields(Job) if field.name in _JOB}
     chosen = (f"{name} {value}" for name, (value, default) in options.items() if name in usual or value != default)

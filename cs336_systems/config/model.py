@@ -1,12 +1,11 @@
 """The model settings of a run, and the named model sizes."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from cs336_basics.shape import ModelShape
 
-from .checks import check_types, require, require_at_least, require_field
+from .checks import check_types, require
 
 DEFAULT_VOCAB_SIZE = 10_000
 DEFAULT_CONTEXT_LENGTH = 256
@@ -68,7 +67,7 @@ class ModelConfig:
     (default: no scaling)."""
     attention: str = "auto"
     """Attention kernel: a registered name, or your own function as module:function. auto is sdpa, which lets PyTorch
-    choose among its kernels, and on a GPU flash_triton for windows and documents."""
+    choose among its kernels, and on a GPU flash_triton for windows and documents, if it runs there."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.")
@@ -88,26 +87,7 @@ class ModelConfig:
                 )
             if getattr(self, name) is None:
                 raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
-        require_at_least(self, "model", 1, "context_length", *SIZE_FIELDS)
-        require_at_least(self, "model", 1, "num_kv_heads", "head_dim", "window", "window_every")
-        accepted = "1 without model.window"
-        require_field(self, "model.window_every", self.window_every == 1 or self.window is not None, accepted)
-        require_field(self, "model.rope_theta", 0 < self.rope_theta < math.inf, "above 0 and finite")
-        require_field(self, "model.norm_eps", 0 <= self.norm_eps < 1, "from 0 to below 1")
-        scaling = self.rope_scaling
-        is_possible = scaling is None or (all(0 < x < math.inf for x in scaling) and scaling[1] < scaling[2])
-        require_field(self, "model.rope_scaling", is_possible, "4 numbers above 0, the second below the third")
-        s = self.shape
-        accepted = "from 1 to 2^24, and at least 257 to train a tokenizer"
-        require_field(self, "model.vocab_size", 1 <= s.vocab_size <= 1 << 24, accepted)
-        if self.head_dim is None and s.d_model % s.num_heads:
-            raise ValueError(f"model.d_model is {s.d_model}: it must be divisible by model.num_heads, {s.num_heads}")
-        if s.head_size % 2:
-            name = "model.d_model / model.num_heads" if self.head_dim is None else "model.head_dim"
-            raise ValueError(f"{name} is {s.head_size}: the size of a head must be even, because rotary embedding "
-                             "turns pairs")  # fmt: skip
-        accepted = f"a divisor of model.num_heads, {s.num_heads}"
-        require(s.num_heads % s.kv_heads == 0, "model.num_kv_heads", s.kv_heads, accepted)
+        self.shape.check("model.{}".format)
 
     @property
     def shape(self) -> ModelShape:

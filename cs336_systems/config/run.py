@@ -13,6 +13,7 @@ from .checks import (
     checkpointed_blocks,
     from_json,
     is_import_path,
+    keeps_attention,
     require,
     require_at_least,
     require_field,
@@ -148,7 +149,8 @@ class TrainConfig:
     activation_checkpointing: str = "none"
     """none: keep all activations. block: each block keeps only its input and is recomputed in the backward pass.
     first_K: only the first K blocks do this. every_K: every K-th block does. groups_K: K blocks together keep only the
-    first one's input."""
+    first one's input. block_but_attention, first_K_but_attention, every_K_but_attention: the blocks keep attention's
+    outputs too, so that attention is not computed again; with compile, whatever the compile_memory_budget."""
     loss_chunk_tokens: int | None = None
     """Compute logits and loss for this many tokens at a time, to save memory with a large vocabulary (default: all)."""
     deterministic: bool = False
@@ -191,6 +193,11 @@ class TrainConfig:
     def checkpointed(self) -> tuple[str, int] | None:
         """Checkpointed blocks: ("first", K), ("every", K), ("groups", K), or None for no block."""
         return checkpointed_blocks(self.activation_checkpointing, "train.")
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether checkpointed blocks keep attention's outputs."""
+        return keeps_attention(self.activation_checkpointing)
 
     def check_checkpointed(self, num_layers: int) -> None:
         """Raise ValueError if K exceeds the number of blocks."""

@@ -4,7 +4,7 @@ One multiply and one add count as two operations, as in the handout and in the p
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from cs336_basics.shape import ModelShape
 
@@ -16,15 +16,36 @@ FLASH_ATTENTION = ("auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "f
 """Attention kernels that keep no scores for the backward pass."""
 
 
+def widths(shape: ModelShape) -> tuple[int, int]:
+    """Numbers in a token's queries, H D, and in its keys, H_kv D: d and d in the handout's model."""
+    return shape.num_heads * shape.head_size, shape.kv_heads * shape.head_size
+
+
+def tensors(shape: ModelShape) -> Iterator[tuple[str, int, int, int]]:
+    """Kind, count, rows and columns of the parameters of each size; a norm's weight is one row.
+
+    A tied head has the embedding's weight, which stays float32 as an embedding does (`training.build`).
+    """
+    (of_q, of_k), d, layers = widths(shape), shape.d_model, shape.num_layers
+    if not shape.tie_embeddings:
+        yield "head", 1, shape.vocab_size, d
+    yield "others", 1, shape.vocab_size, d
+    yield "blocks", layers, of_q, d
+    yield "blocks", 2 * layers, of_k, d
+    yield "blocks", layers, d, of_q
+    yield "blocks", 3 * layers, d, shape.d_ff
+    yield "others", 2 * layers + 1, 1, d
+    if shape.qk_norm:
+        yield "others", 2 * layers, 1, shape.head_size
+
+
 def num_parameters(shape: ModelShape) -> int:
     """All parameters: 2 V d (embedding and untied head) + L (P + 2 d) + d.
 
     A block has P numbers in matrices, and two norms; one more norm precedes the head. A tied head adds nothing. Norms
     of queries and keys add 2 D a block.
     """
-    d, tables = shape.d_model, 1 if shape.tie_embeddings else 2
-    norms = 2 * d + 2 * shape.head_size * shape.qk_norm
-    return tables * shape.vocab_size * d + shape.num_layers * (block_matrices(shape) + norms) + d
+    return sum(count * rows * columns for _, count, rows, columns in tensors(shape))
 
 
 def block_matrices(shape: ModelShape) -> int:
@@ -36,13 +57,19 @@ def block_matrices(shape: ModelShape) -> int:
     return 2 * shape.d_model * shape.head_size * heads + 3 * shape.d_model * shape.d_ff
 
 
+def block_formula(shape: ModelShape) -> str:
+    """P in letters."""
+    is_square = widths(shape) == (shape.d_model, shape.d_model)
+    return f"{'4 d^2' if is_square else '2 d D (H + H_kv)'} + 3 d d_ff"
+
+
 def matmul_parameters(shape: ModelShape) -> int:
     """Parameters in matrix products: V d + L P. Excludes norms, and the embedding: it is a look-up."""
     return shape.vocab_size * shape.d_model + shape.num_layers * block_matrices(shape)
 
 
 KINDS = ("blocks", "head", "others")
-"""Kinds of parameters: the blocks' matrices, the head's, and the embedding and norms."""
+"""Kinds of parameters: the blocks' matrices, the head's, and the embedding and norms. A tied head is an embedding."""
 _NAMES = {
     KINDS: "N",
     ("blocks", "head"): "N_m",
@@ -51,6 +78,7 @@ _NAMES = {
     ("head", "others"): "(N - P L)",
     ("head",): "V d",
 }
+_NAMES_IF_TIED = {("blocks", "others"): "N", ("blocks",): "P L", ("others",): "(N - P L)"}
 
 
 def sizes_of(dtypes: Mapping[str, str]) -> dict[str, int]:
@@ -60,15 +88,17 @@ def sizes_of(dtypes: Mapping[str, str]) -> dict[str, int]:
 
 def bytes_of_kinds(shape: ModelShape, sizes: Mapping[str, int]) -> tuple[str, str, int]:
     """Bytes of one tensor per parameter, with so many bytes per number of each of KINDS: formula, working, value."""
-    blocks, matrices, n = shape.num_layers * block_matrices(shape), matmul_parameters(shape), num_parameters(shape)
-    counts = {"blocks": blocks, "head": matrices - blocks, "others": n - matrices}
+    counts: dict[str, int] = {}
+    for kind, count, rows, columns in tensors(shape):
+        counts[kind] = counts.get(kind, 0) + count * rows * columns
+    names = _NAMES_IF_TIED if shape.tie_embeddings else _NAMES
     by_size: dict[int, tuple[str, ...]] = {}
     for kind in KINDS:
-        if sizes[kind] or not any(sizes.values()):
+        if kind in counts and (sizes[kind] or not any(sizes[each] for each in counts)):
             by_size[sizes[kind]] = (*by_size.get(sizes[kind], ()), kind)
-    formula = " + ".join(f"{size} {_NAMES[kinds]}" for size, kinds in by_size.items())
+    formula = " + ".join(f"{size} {names[kinds]}" for size, kinds in by_size.items())
     filled = " + ".join(f"{size} x {sum(counts[kind] for kind in kinds):,}" for size, kinds in by_size.items())
-    return formula, filled, sum(sizes[kind] * counts[kind] for kind in KINDS)
+    return formula, filled, sum(sizes[kind] * count for kind, count in counts.items())
 
 
 def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
@@ -188,7 +218,7 @@ def residual_bytes(shape: ModelShape, batch_size: int, length: int, number_bytes
 
 
 def weight_copy_bytes(shape: ModelShape, precision: str) -> int:
-    """Autocast's 16-bit copies of a block's matrices, which backward needs: 2 (4 d^2 + 3 d d_ff); 0 in float32."""
+    """Autocast's 16-bit copies of a block's matrices, which backward needs: 2 P; 0 in float32."""
     return 0 if precision == "fp32" else 2 * block_matrices(shape)
 
 
@@ -202,14 +232,16 @@ def activation_bytes(
 ) -> dict[str, int]:
     """Bytes that an eager TransformerBlock saves for backward besides its input and weights, by part.
 
-    T = B N tokens, c bytes per number (4 in float32, 2 under autocast). Norms save 1/rms and x/rms in float32. Their
+    T = B N tokens, c bytes per number (4 in float32, 2 under autocast), Q and K numbers in a token's queries and keys,
+    which are both d in the handout's model (`widths`). Norms save 1/rms and x/rms in float32. Their
     output is float32 too, and autocast copies a float32 tensor once for each product that reads it.
 
         ln1          4 T + 4 T d
         qkv_proj     4 T d, three times 2 T d under autocast
-        attention    naive: q, k, v in float32, mask, softmax 12 T d + N^2 + 4 B H N^2
-                     flash: q, k, v, o, logsumexp             4 c T d + 4 T H
-        output_proj  c T d
+        qk_norm      8 T (Q + K) + 4 T (H + H_kv), including its inputs, if there is one
+        attention    naive: q, k, v in float32, mask, softmax 12 T Q + N^2 + 4 B H N^2, with k and v for each query head
+                     flash: q, k, v, o, logsumexp             2 c T (Q + K) + 4 T H
+        output_proj  c T Q
         ln2          8 T d + 4 T, including its own input, the residual stream between attention and ffn
         ffn          4 T d, twice 2 T d under autocast; w1 x, silu(w1 x), w3 x, their product 4 c T d_ff
 
@@ -217,27 +249,34 @@ def activation_bytes(
     ln2. Their output is one tensor for all products that read it, 2 T d.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation", count another block in this way. A GPU's own kernels
-    may save o as the output projection reads it, c T d less, and any kernel does at N = 1. Raises ValueError for an
+    may save o as the output projection reads it, c T Q less, and any kernel does at N = 1. Raises ValueError for an
     unknown kernel.
     """
-    tokens, c, d = batch_size * length, NUMBER_BYTES[precision], shape.d_model
+    (of_q, of_k), tokens, c, d = widths(shape), batch_size * length, NUMBER_BYTES[precision], shape.d_model
     if attention in PLAIN_ATTENTION:
-        inside = 12 * tokens * d + length * length + 4 * batch_size * shape.num_heads * length * length
+        inside = 12 * tokens * of_q + length * length + 4 * batch_size * shape.num_heads * length * length
     elif attention in FLASH_ATTENTION:
-        inside = 4 * c * tokens * d + 4 * tokens * shape.num_heads
+        inside = 2 * c * tokens * (of_q + of_k) + 4 * tokens * shape.num_heads
     else:
         raise ValueError(
             f"attention is {attention!r}: it must be one of {', '.join(PLAIN_ATTENTION + FLASH_ATTENTION)}"
         )
     read = 2 * tokens * d if has_narrow_weights else 4 * tokens * d  # by w1 and w3
+    norms = 8 * tokens * (of_q + of_k) + 4 * tokens * (shape.num_heads + shape.kv_heads)
     return {
         "ln1": 4 * tokens + (8 if has_narrow_weights else 4) * tokens * d,
         "qkv_proj": read if c == 4 or has_narrow_weights else 3 * 2 * tokens * d,
+        **({"qk_norm": norms} if shape.qk_norm else {}),
         "attention": inside,
-        "output_proj": c * tokens * d,
+        "output_proj": c * tokens * of_q,
         "ln2": 4 * tokens + 8 * tokens * d,
         "ffn": read + 4 * c * tokens * shape.d_ff,
     }
+
+
+def attention_output_bytes(shape: ModelShape, tokens: int, number_bytes: int) -> int:
+    """Attention's output and logsumexp in a block, which a flash kernel's backward pass reads: c T Q + 4 T H."""
+    return number_bytes * tokens * widths(shape)[0] + 4 * tokens * shape.num_heads
 
 
 def block_bytes(
@@ -297,6 +336,7 @@ def checkpointed_activation_bytes(
     attention: str = "naive",
     checkpointed: tuple[str, int] | None = None,
     on_gpu: bool = False,
+    keeps_attention: bool = False,
 ) -> tuple[int, int]:
     """Memory of an eager model at the end of its forward pass, and at the peak of forward and backward, in bytes.
 
@@ -309,11 +349,14 @@ def checkpointed_activation_bytes(
         loss          everything kept, and three tensors of T V float32 numbers
         each segment  everything kept up to it, its recomputed activations, and `gradient_bytes`
 
-    Weights and their gradients are not counted, nor are the temporaries of other operations.
+    Weights and their gradients are not counted, nor are the temporaries of other operations. keeps_attention: a
+    checkpointed block keeps `attention_output_bytes` beside its input.
     """
     how = (shape, batch_size, length, precision, attention)
     entry, block, gradients = residual_bytes(*how[:3]), block_bytes(*how), gradient_bytes(*how, on_gpu)
     layers = shape.num_layers
+    if keeps_attention:
+        entry += attention_output_bytes(shape, batch_size * length, NUMBER_BYTES[precision])
     segments = [(1, False)] * layers  # blocks kept or recomputed together, and whether they are checkpointed
     if checkpointed is not None:
         policy, k = checkpointed

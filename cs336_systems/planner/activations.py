@@ -1,14 +1,17 @@
 """Activations that the forward pass saves for the backward pass: of one block, and of all blocks."""
 
 import math
+from dataclasses import replace
 
 from .accounting import (
     activation_bytes,
+    attention_output_bytes,
     best_group,
     block_bytes,
     checkpointed_activation_bytes,
     naive_attention_bytes,
     residual_bytes,
+    widths,
 )
 from .job import Job
 from .working import Section, Term, total
@@ -19,34 +22,36 @@ def block_parts(job: Job) -> dict[str, int]:
 
     Eager: `accounting.activation_bytes`, and the input, which the first norm keeps if it is float32. Compiled: the
     tensors that torch.compile's partitioner keeps. It recomputes elementwise results unless a product reads them
-    (counted with saved-tensor hooks; T = B N tokens, c bytes per number):
+    (counted with saved-tensor hooks; T = B N tokens, c bytes per number, Q and K as in `activation_bytes`):
 
         input, 1/rms twice             4 T d + 8 T
         both norms, output projection  3 c T d
-        attention   flash: q, k, v, o, o by tokens, logsumexp                5 c T d + 4 T H
-                    naive: q, k, v, o by tokens, softmax, mask, max and sum  4 c T d + 4 B H N^2 + N^2 + 8 T H
+        norms of q and k, if any: their inputs and 1/rms                     c T (Q + K) + 4 T (H + H_kv)
+        attention   flash: q, k, v, o, o by tokens, logsumexp                c T (3 Q + 2 K) + 4 T H
+                    naive: q, k, v, o by tokens, softmax, mask, max and sum  4 c T Q + 4 B H N^2 + N^2 + 8 T H
         ffn: w1 x, w3 x, their product                                       3 c T d_ff
 
     With 16-bit weights the input is 2 T d. With a memory budget below 1 the partitioner keeps at most that share of
     everything but the input. It first drops all tensors that need no product to recompute: c T d of each norm, the
     product in ffn, and o by tokens where o is kept.
     """
-    s, c, t = job.shape, job.number_bytes, job.tokens
+    s, c, t, (of_q, of_k) = job.shape, job.number_bytes, job.tokens, widths(job.shape)
     length, d = s.context_length, s.d_model
     if not job.compile:
         parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel, job.computes_narrow)
         # If the input is 16-bit, the first norm keeps a float32 copy, and nothing keeps the input itself.
         entry = 0 if job.computes_narrow else residual_bytes(s, job.batch_size, length, job.residual_number_bytes)
         return {"input": entry, **parts}
-    inside = 5 * c * t * d + 4 * t * s.num_heads
+    inside = c * t * (3 * of_q + 2 * of_k) + 4 * t * s.num_heads
     if job.holds_scores:
         scores = 4 * job.batch_size * s.num_heads * length * length + length * length
-        inside = 4 * c * t * d + scores + 8 * t * s.num_heads
+        inside = 4 * c * t * of_q + scores + 8 * t * s.num_heads
+    inside += s.qk_norm * (c * t * (of_q + of_k) + 4 * t * (s.num_heads + s.kv_heads))
     entry, budget = job.residual_number_bytes * t * d + 8 * t, job.compile_memory_budget
     rest = {"norms, output_proj": 3 * c * t * d, "attention": inside, "ffn": 3 * c * t * s.d_ff}
     most = int(budget * sum(rest.values()))
     if budget < 1:
-        inside -= 0 if job.holds_scores else c * t * d
+        inside -= 0 if job.holds_scores else c * t * of_q
         rest = {"norms, output_proj": c * t * d, "attention": inside, "ffn": 2 * c * t * s.d_ff}
     if sum(rest.values()) > most:
         rest = {"within the budget": most}
@@ -73,7 +78,8 @@ def saved_bytes(job: Job) -> tuple[int, int]:
 
     L S without checkpointing, (L - n) S + n I and S, or n I and K S: a block saves S, and its input is I. The input of
     the first recomputed block is already in memory. With the policy first, the last blocks free their S before any
-    block is recomputed.
+    block is recomputed. A block that keeps attention's outputs keeps O = `attention_output_bytes` beside I, and its
+    compiled code has no memory budget.
     """
     parts = block_parts(job)
     whole = sum(parts.values())
@@ -81,7 +87,11 @@ def saved_bytes(job: Job) -> tuple[int, int]:
     kept, inputs, again = kept_blocks(job)
     if job.checkpointing and job.checkpointing[0] == "first" and kept:
         again = 0
-    return kept * whole + inputs * entry, max(0, again * whole - parts["input"] * (again > 0))
+    if not job.keeps_attention:
+        return kept * whole + inputs * entry, max(0, again * whole - parts["input"] * (again > 0))
+    outputs = attention_output_bytes(job.shape, job.tokens, job.number_bytes)
+    in_block = sum(block_parts(replace(job, compile_memory_budget=1.0)).values()) - parts["input"] - outputs
+    return kept * whole + inputs * (entry + outputs), again * in_block
 
 
 def activation_sections(job: Job) -> list[Section]:
@@ -127,7 +137,7 @@ def counted_activations(job: Job, on_gpu: bool = True) -> tuple[int, int]:
     if job.compile:
         raise ValueError("no prediction for the case checkpointing with compiled blocks")
     how = (job.shape, job.batch_size, job.shape.context_length, job.precision, job.kernel, job.checkpointing)
-    return checkpointed_activation_bytes(*how, on_gpu)
+    return checkpointed_activation_bytes(*how, on_gpu, job.keeps_attention)
 
 
 def checkpointing_sections(job: Job) -> list[Section]:

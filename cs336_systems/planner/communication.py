@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .accounting import NUMBER_BYTES, bytes_of_kinds, num_parameters, sizes_of
+from .accounting import NUMBER_BYTES, bytes_of_kinds, num_parameters, sizes_of, widths
 from .cards import Card
 from .job import Job
 from .working import MIB, Section, Term, as_factor
@@ -80,10 +80,12 @@ def sent(job: Job, card: Card) -> Sent:
 
 def num_calls(job: Job) -> int:
     """All-reduces of gradients in a step: one for each type of them, one per parameter, or one per bucket of a type."""
-    s, d, types = job.shape, job.shape.d_model, job.gradient_dtypes
-    norm, square, wide = ("others", d), ("blocks", d * d), ("blocks", d * s.d_ff)
-    block = [norm, *[square] * 4, norm, *[wide] * 3]
-    gradients = [("others", s.vocab_size * d), *block * s.num_layers, norm, ("head", s.vocab_size * d)]
+    s, d, types, (of_q, of_k) = job.shape, job.shape.d_model, job.gradient_dtypes, widths(job.shape)
+    norm, wide, query, key = ("others", d), *(("blocks", d * width) for width in (s.d_ff, of_q, of_k))
+    of_heads = [("others", s.head_size)] * 2 * s.qk_norm
+    block = [norm, query, key, key, query, *of_heads, norm, *[wide] * 3]
+    head = [] if s.tie_embeddings else [("head", s.vocab_size * d)]
+    gradients = [("others", s.vocab_size * d), *block * s.num_layers, norm, *head]
     if job.strategy == "flat":
         return len(set(types.values()))
     if job.bucket_size_mb is None or job.strategy in ("naive", "individual"):

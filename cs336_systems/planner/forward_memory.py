@@ -33,12 +33,15 @@ def forward_moments(job: Job) -> dict[str, list[Term]]:
     if job.compile or job.attention != "naive":
         how = f"{'compiled' if job.compile else 'eager'} blocks with attention {job.attention}"
         raise ValueError(f"no prediction for a forward pass alone of {how}")
+    for name in ("num_kv_heads", "head_dim", "qk_norm"):
+        if value := getattr(job.shape, name):
+            raise ValueError(f"no prediction for a forward pass alone with {name} {value}")
     s, t, c = job.shape, job.tokens, job.number_bytes
     length, d = s.context_length, s.d_model
     wide = 0 if c == 4 else 4
     constant = [term for term in constant_terms(job) if term.name != "workspace"]
     constant.append(Term("workspace", "of cuBLAS, 32 MiB for the one thread that computes", WORKSPACE))
-    counted = naive_attention_bytes(job.batch_size * s.num_heads, length, length, d // s.num_heads, is_causal=True)
+    counted = naive_attention_bytes(job.batch_size * s.num_heads, length, length, s.head_size, is_causal=True)
     scores, mask = counted["scores"], counted["masks"] // 2
     copies, streams, per_logit = copy_terms(job)[0], 16 + wide + 3 * c, c + wide + 4
     not_yet_cast = {"attention": d * d + 3 * d * s.d_ff + s.vocab_size * d, "ffn": d * s.d_ff + s.vocab_size * d}

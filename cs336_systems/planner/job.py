@@ -5,11 +5,21 @@ from typing import Literal
 
 from cs336_basics.shape import ModelShape
 
-from ..config.checks import check_types, checkpointed_blocks, require, require_at_least
+from ..config.checks import BUT_ATTENTION, check_types, checkpointed_blocks, keeps_attention, require, require_at_least
 from ..config.run import SHARDED
 from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
+WITH_WINDOW = (
+    *PLAIN_ATTENTION,
+    "flash",
+    "auto",
+    "flash_torch",
+    "flash_triton",
+    "flash_triton_compiled",
+    "flash_attention_triton",
+)
+"""Attention whose memory does not change with a window."""
 OVERLAPPED = ("overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 """Strategies that communicate during the backward pass."""
 STRATEGIES = ("none", "naive", "flat", *OVERLAPPED, "fsdp_simple")
@@ -19,6 +29,13 @@ ALIASES = {"flashddp": "bucketed"}
 """Names of training strategies that mean one of STRATEGIES."""
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}
 """Strategies that keep gradients in buckets, with the default bucket size in 2^20 bytes."""
+
+
+def check_kept_attention(policy: str, attention: str) -> None:
+    """Raise ValueError if checkpointing is to keep the outputs of a kernel that is not one operator."""
+    is_possible = not keeps_attention(policy) or attention in ("flash", *FLASH_ATTENTION)
+    accepted = f"one without {BUT_ATTENTION}, because attention is {attention!r}"
+    require(is_possible, "activation_checkpointing", policy, accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +53,7 @@ class Job:
     attention: str = "flash"
     """naive, flash, or a kernel's registered name."""
     activation_checkpointing: str = "none"
-    """none, block, first_K, every_K or groups_K."""
+    """none, block, first_K, every_K or groups_K; all but groups_K may end in _but_attention."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits are in memory at a time (default: all)."""
     compile: bool = False
@@ -69,10 +86,7 @@ class Job:
     def __post_init__(self) -> None:
         check_types(self, "")
         require_at_least(self, "", 1, "batch_size", "world_size", "loss_chunk_tokens")
-        if not self.shape.is_standard:
-            raise ValueError(
-                "no prediction for grouped heads, heads of another size, their norms, tied embeddings and windows"
-            )
+        self._check_shape()
         narrow, budget = self.weight_dtype == "bf16", self.compile_memory_budget
         accepted = not narrow or self.precision == "bf16"
         require(accepted, "weight_dtype", "bf16", f"fp32 with precision {self.precision!r}")
@@ -84,6 +98,7 @@ class Job:
         strategy, size = self.strategy, self.bucket_size_mb
         require(strategy in STRATEGIES, "strategy", strategy, f"one of {', '.join(STRATEGIES)}")
         checkpointed_blocks(self.activation_checkpointing, "")
+        check_kept_attention(self.activation_checkpointing, self.attention)
         require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
         accepted = strategy != "none" or self.world_size == 1
         require(accepted, "strategy", strategy, f"another than 'none' with world_size {self.world_size}")
@@ -93,6 +108,13 @@ class Job:
         require(accepted, "reshard_after_forward", False, f"true with strategy {strategy!r}, which shards no weights")
         if size is None and strategy in IN_BUCKETS:
             object.__setattr__(self, "bucket_size_mb", IN_BUCKETS[strategy])
+
+    def _check_shape(self) -> None:
+        tied, window, kernels = self.shape.tie_embeddings, self.shape.window, ", ".join(WITH_WINDOW)
+        accepted = f"another than {', '.join(SHARDED)} with tie_embeddings true: there is no prediction for both"
+        require(not (tied and self.is_sharded), "strategy", self.strategy, accepted)
+        accepted = f"one of {kernels} with window {window}: there is no prediction for others"
+        require(window is None or self.attention in WITH_WINDOW, "attention", self.attention, accepted)
 
     @property
     def tokens(self) -> int:
@@ -118,7 +140,8 @@ class Job:
     def weight_dtypes(self) -> dict[str, str]:
         """Types of the model's weights, for each of KINDS."""
         matrices = self.precision if self.has_masters else self.weight_dtype
-        return {"blocks": matrices, "head": matrices, "others": self.weight_dtype}
+        head = self.weight_dtype if self.shape.tie_embeddings else matrices
+        return {"blocks": matrices, "head": head, "others": self.weight_dtype}
 
     @property
     def gradient_dtypes(self) -> dict[str, str]:
@@ -147,6 +170,11 @@ class Job:
         return self.number_bytes == 2 and not self.computes_narrow and not self.has_masters
 
     @property
+    def casts_head(self) -> bool:
+        """Whether autocast makes one of the head's: a tied one is float32 beside 16-bit matrices."""
+        return self.casts_weights or (self.has_masters and self.shape.tie_embeddings)
+
+    @property
     def residual_number_bytes(self) -> int:
         return 2 if self.computes_narrow else 4
 
@@ -159,6 +187,14 @@ class Job:
     def holds_scores(self) -> bool:
         """Whether attention keeps its scores in memory."""
         return self.attention in PLAIN_ATTENTION
+
+    @property
+    def why_no_time(self) -> str:
+        """What of the step has no measured rate, or ""."""
+        window, length = self.shape.window, self.shape.context_length
+        if window is None or window >= length or self.holds_scores:
+            return ""
+        return f"window is {window}, below context_length {length}: the rate of {self.attention} there is not measured"
 
     @property
     def kernel(self) -> str:
@@ -184,3 +220,8 @@ class Job:
     def checkpointing(self) -> tuple[str, int] | None:
         """Policy (first, every or groups) and its K, or None without checkpointing."""
         return checkpointed_blocks(self.activation_checkpointing, "")
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether checkpointed blocks keep attention's outputs."""
+        return keeps_attention(self.activation_checkpointing)

@@ -5,7 +5,7 @@ Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes per para
 one of a few moments, because between them activations are freed and gradients appear steadily, block by block.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cs336_basics.shape import ModelShape
@@ -14,12 +14,14 @@ from .accounting import (
     KINDS,
     NUMBER_BYTES,
     PLAIN_ATTENTION,
+    block_formula,
     block_matrices,
     bytes_of_kinds,
     gradient_bytes,
     head_bytes,
     num_parameters,
     sizes_of,
+    tensors,
     weight_copy_bytes,
 )
 from .activations import block_parts, kept_blocks, saved_bytes
@@ -62,16 +64,6 @@ def allocated_bytes(nbytes: float) -> float:
     return size + (rest / fit if rest <= _SMALL else 0)
 
 
-def tensors(shape: ModelShape) -> Iterator[tuple[str, int, int, int]]:
-    """Kind, count, rows and columns of the parameters of each size; a norm's weight is one row."""
-    d, layers = shape.d_model, shape.num_layers
-    yield "head", 1, shape.vocab_size, d
-    yield "others", 1, shape.vocab_size, d
-    yield "blocks", 4 * layers, d, d
-    yield "blocks", 3 * layers, d, shape.d_ff
-    yield "others", 2 * layers + 1, 1, d
-
-
 def parameter_bytes(shape: ModelShape, sizes: Mapping[str, int], parts: int = 1) -> float:
     """Allocated memory of one tensor per parameter, with so many bytes per number of each of KINDS.
 
@@ -107,9 +99,9 @@ def constant_terms(job: Job) -> list[Term]:
         buckets = together + sum(count * allocated_bytes(nbytes) for count, nbytes in each if nbytes > most / 2)
         term = _of_all_weights("gradients in buckets", gradients, job, 1, buckets)
         terms.append(replace(term, working=f"{term.working}, in buckets of {job.bucket_size_mb:g} MiB"))
-    length, half = s.context_length, s.d_model // s.num_heads // 2
-    working = f"4 N_ctx d_head + 16 T = 4 x {length} x {2 * half} + 16 x {job.tokens:,}"
-    terms.append(Term("rotary tables, tokens", working, 8 * length * half + 16 * job.tokens))
+    length, size = s.context_length, s.head_size
+    working = f"4 N_ctx d_head + 16 T = 4 x {length} x {size} + 16 x {job.tokens:,}"
+    terms.append(Term("rotary tables, tokens", working, 4 * length * size + 16 * job.tokens))
     return [*terms, Term("workspace", "of cuBLAS, 32 MiB for each of two threads", 2 * WORKSPACE)]
 
 
@@ -146,18 +138,22 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
 
     Autocast casts each weight once and keeps the copy until its context ends, after the loss. The graph keeps the
     copies of blocks that are not checkpointed until their backward. Compiled code casts by itself and keeps only the
-    latter. There are no copies if the weights, or the gathered weights of a strategy, have the dtype of computation.
+    latter. There are no copies if the weights, or the gathered weights of a strategy, have the dtype of computation;
+    a tied head has one beside 16-bit matrices.
     """
     s = job.shape
-    if not job.casts_weights:
+    if not job.casts_head:
         nothing = Term("weight copies", "none", 0)
         return nothing, nothing
     rounding = parameter_bytes(s, dict.fromkeys(KINDS, 2)) / (2 * num_parameters(s))
     a_block, numbers = weight_copy_bytes(s, job.precision) * rounding, block_matrices(s)
     head = 0 if job.loss_chunk_tokens else 2 * s.vocab_size * s.d_model  # in chunks the loss casts by itself
+    if not job.casts_weights:
+        of_head = Term("weight copies", f"2 V d = {head:,}", head)
+        return of_head, of_head
 
     def copies(blocks: int) -> Term:
-        formula = "2 (4 d^2 + 3 d d_ff) L" + (" + 2 V d" if head else "")
+        formula = f"2 ({block_formula(s)}) L" + (" + 2 V d" if head else "")
         working = f"{formula} = 2 x {numbers:,} x {blocks}" + (f" + {head:,}" if head else "")
         value, exact = blocks * a_block + head, 2 * numbers * blocks + head
         return Term("weight copies", working + in_blocks(value, exact) if exact else "none", value)
@@ -195,7 +191,7 @@ def logits_terms(job: Job) -> tuple[Term, Term, Term]:
         numbers, weight = job.logits_tokens * s.vocab_size, s.vocab_size * s.d_model
         logits = (2 * c if job.compile else 2 * c + 5 + (4 if c < 4 else 0)) * numbers
         products = c * numbers + (0 if c == 4 else 4) * weight  # the product is a separate tensor, then added
-        copy = c if job.casts_weights else 0
+        copy = c if job.casts_head else 0
         stays = 2 if job.computes_narrow else 4
         working = f"max({logits:,}, {products:,}) of {job.logits_tokens:,} tokens + {4 + copy} V d, V d = {weight:,}"
         return (
@@ -269,6 +265,7 @@ def moments(job: Job) -> dict[str, list[Term]]:
     kept, inputs, at_once = kept_blocks(job)
     whole = sum(block_parts(job).values())
     entry = f" and {inputs} inputs of blocks" if inputs else ""
+    entry += ", each with attention's output and logsumexp" if job.keeps_attention else ""
     activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
     copies = at_once * weight_copy_bytes(job.shape, job.precision) if job.casts_weights else 0
     working = f"{job.activation_checkpointing}: {again:,}, and {copies:,} of weights' copies"
@@ -276,7 +273,8 @@ def moments(job: Job) -> dict[str, list[Term]]:
     one = Term("activations", "of the first block", whole)
     gradients, b = sizes_of(job.gradient_dtypes), NUMBER_BYTES[job.gradient_dtypes["head"]]
     e = job.shape.vocab_size * job.shape.d_model
-    head_grad = Term("gradient of the head", f"{b} V d = {b} x {e:,}", 0 if job.strategy in IN_BUCKETS else b * e)
+    in_bucket = job.strategy in IN_BUCKETS and not job.shape.tie_embeddings  # a tied one waits for the embedding's
+    head_grad = Term("gradient of the head", f"{b} V d = {b} x {e:,}", 0 if in_bucket else b * e)
     if job.is_sharded:
         head_grad = units["end"]
     start = [*constant, activations]
@@ -294,6 +292,12 @@ def moments(job: Job) -> dict[str, list[Term]]:
     cast = dict.fromkeys(KINDS, 0) if job.is_sharded or job.strategy in ("none", "naive") else job.cast_to_send
     sent = _of_all_weights("gradients in transit", cast, job, 1, bytes_of_kinds(job.shape, cast)[2])
     found["the end of backward"] = [*constant, after_loss, grads, units["end"], sent]
+    if job.shape.tie_embeddings:  # autograd adds it to the head's, in place unless that is a transposed view
+        waiting = [head_grad] if job.strategy in IN_BUCKETS else []
+        more = b if job.casts_head or job.loss_chunk_tokens else 2 * b
+        own = Term("gradient of the embedding", f"{more} V d = {more} x {e:,}", more * e)
+        found["backward of the first block"] += waiting
+        found["the end of backward"] += [*waiting, own]
     return found
 
 

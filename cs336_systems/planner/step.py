@@ -11,18 +11,21 @@ from .accounting import (
     KINDS,
     NUMBER_BYTES,
     attention_product_flops,
+    block_formula,
     block_matrices,
     bytes_of_kinds,
     matmul_parameters,
     num_parameters,
     sizes_of,
+    tensors,
     training_flops,
+    widths,
 )
 from .activations import kept_blocks
 from .cards import Card
 from .communication import sent
 from .job import IN_BUCKETS, OVERLAPPED, Job
-from .memory import in_blocks, over, parameter_bytes, tensors
+from .memory import in_blocks, over, parameter_bytes
 from .working import Section, Term, as_factor, total
 
 # Kernels per block, forward and backward, and the time from the end of one to the start of the next within a CUDA
@@ -53,8 +56,10 @@ TILES = {2: _LARGE, 4: (*_LARGE, (128, 64, 0.95), (64, 128, 0.95), (64, 64, 0.85
 
 def products(job: Job) -> Iterator[tuple[int, tuple[int, int, int]]]:
     """Counts and sizes M, N, K of the products (M x K) (K x N) with weights in a forward pass, without attention."""
-    s, t = job.shape, job.tokens
-    yield 4 * s.num_layers, (t, s.d_model, s.d_model)
+    s, t, (of_q, of_k) = job.shape, job.tokens, widths(job.shape)
+    yield s.num_layers, (t, of_q, s.d_model)
+    yield 2 * s.num_layers, (t, of_k, s.d_model)
+    yield s.num_layers, (t, s.d_model, of_q)
     yield 2 * s.num_layers, (t, s.d_ff, s.d_model)
     yield s.num_layers, (t, s.d_model, s.d_ff)
     yield 1, (t, s.vocab_size, s.d_model)
@@ -99,37 +104,52 @@ def products_seconds(job: Job, card: Card) -> tuple[float, float]:
 def elementwise_bytes(job: Job) -> tuple[int, int]:
     """Bytes that a block's elementwise operations read and write: forward and backward.
 
-    T tokens, c bytes per number. Compiled, everything between two products is one kernel, which reads its inputs and
-    writes the inputs of the products and of the backward pass:
+    T tokens, c bytes per number, Q and K numbers in a token's queries and keys (`widths`). Compiled, everything between
+    two products is one kernel, which reads its inputs and writes the inputs of the products and of the backward pass:
 
-        forward    ln1 4 + c; rotary 4 c; o by tokens 2 c; sum and ln2 4 + 2 c; sum 8 + 2 c   (16 + 11 c) T d
+        forward    ln1 4 + c; sum and ln2 4 + 2 c; sum 8 + 2 c                                (16 + 5 c) T d
+                   rotary of q and k; o by tokens                                             2 c T (Q + K) + 2 c T Q
                    silu(w1 x) w3 x                                                            3 c T d_ff
-        backward   gradients of sums and norms 40, their casts and the rest 16 c              (40 + 16 c) T d
+        backward   gradients of sums and norms 40, their casts and the rest 10 c              (40 + 10 c) T d
+                   rotary, and norms of q and k; o by tokens                    2 c (or 3 c) T (Q + K) + 2 c T Q
                    of w1 x and w3 x                                                           5 c T d_ff
         again      below a memory budget of 1, norms and silu(w1 x) w3 x                      4 c T d + 3 c T d_ff
-                   and o by tokens, unless scores are kept                                    2 c T d
+                   and o by tokens, unless scores are kept                                    2 c T Q
 
     The 16 and the 40 are for a float32 residual stream, and half of that for a 16-bit one.
 
     Eager, each operation is a kernel: a norm reads and writes 28 bytes per number, its casts 4 + c for each product
-    that reads it (five), rotary 32 + 3 c each for q and k, sums 8 + c, silu and the product 5 c of d_ff; backward twice
-    as much.
+    that reads it (five), rotary 32 + 3 c each for q and k, and norms of them 28, sums 8 + c, silu and the product 5 c
+    of d_ff; backward twice as much.
     """
-    td, tf = job.tokens * job.shape.d_model, job.tokens * job.shape.d_ff
-    (d, d_ff), (d_back, d_ff_back) = _elementwise_factors(job)
-    return d * td + d_ff * tf, d_back * td + d_ff_back * tf
+    numbers, factors = _widths_by_name(job), _elementwise_factors(job)
+    forward, backward = (sum(of_pass[name] * job.tokens * numbers[name] for name in numbers) for of_pass in factors)
+    return forward, backward
 
 
-def _elementwise_factors(job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The factors of T d and of T d_ff in `elementwise_bytes`, forward and backward."""
-    c = job.number_bytes
+def _widths_by_name(job: Job) -> dict[str, int]:
+    """Numbers per token in the tensors of `elementwise_bytes`."""
+    (of_q, of_k), s = widths(job.shape), job.shape
+    own = {} if of_q == of_k == s.d_model else {"H D": of_q, "H_kv D": of_k}
+    return {"d": s.d_model, **own, "d_ff": s.d_ff}
+
+
+def _elementwise_factors(job: Job) -> tuple[dict[str, int], dict[str, int]]:
+    """The factor of T and each width in `elementwise_bytes`, forward and backward."""
+    c, norms = job.number_bytes, job.shape.qk_norm
     if job.compile:
-        r, tokens_again = job.residual_number_bytes, 4 if job.holds_scores else 6
-        again = job.compile_memory_budget < 1
-        return (4 * r + 11 * c, 3 * c), (10 * r + 16 * c + again * tokens_again * c, 5 * c + again * 3 * c)
-    casts = 5 * (4 + c) if c < 4 else 0
-    d = 2 * 28 + casts + 2 * (32 + 3 * c) + 2 * c + 2 * (8 + c)
-    return (d, 5 * c), (2 * d, 10 * c)
+        r, again, o_again = job.residual_number_bytes, job.compile_memory_budget < 1, 0 if job.holds_scores else 2
+        forward = {"d": 4 * r + 5 * c, "H D": 4 * c, "H_kv D": 2 * c, "d_ff": 3 * c}
+        backward = {"d": 10 * r + (10 + 4 * again) * c, "H D": (4 + norms + o_again * again) * c,
+                    "H_kv D": (2 + norms) * c, "d_ff": (5 + 3 * again) * c}  # fmt: skip
+    else:
+        casts, of_heads = 5 * (4 + c) if c < 4 else 0, 32 + 3 * c + 28 * norms
+        forward = {"d": 2 * 28 + casts + 2 * (8 + c), "H D": of_heads + 2 * c, "H_kv D": of_heads, "d_ff": 5 * c}
+        backward = {name: 2 * factor for name, factor in forward.items()}
+    for of_pass in (forward, backward):
+        if "H D" not in _widths_by_name(job):
+            of_pass["d"] += of_pass.pop("H D") + of_pass.pop("H_kv D")
+    return forward, backward
 
 
 def attention_seconds(job: Job, card: Card) -> tuple[float, float, str]:
@@ -139,7 +159,11 @@ def attention_seconds(job: Job, card: Card) -> tuple[float, float, str]:
     FlashAttention-2, section 4.1), at the card's measured rate for the length. naive: float32 products of all scores,
     4 L B N^2 d and twice that, which do not reach the rate of large products, and SCORES_PASSES over the scores,
     4 B H N^2 bytes. Compiled, everything between two products is one kernel.
+
+    Raises ValueError for flash attention in a window, whose rate is not measured.
     """
+    if job.why_no_time:
+        raise ValueError(f"no prediction for the time: {job.why_no_time}")
     s, n = job.shape, job.shape.context_length
     flops = attention_product_flops(s, job.batch_size, n)
     if not job.holds_scores:
@@ -163,7 +187,8 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     rate = card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
     small = [layers * size / rate for size in elementwise_bytes(job)]
     w = job.weight_parts
-    casts = 12 * nm / w if job.number_bytes == 2 and NUMBER_BYTES[job.weight_dtypes["blocks"]] == 4 else 0
+    cast = nm if NUMBER_BYTES[job.weight_dtypes["blocks"]] == 4 else job.casts_head * s.vocab_size * s.d_model
+    casts = 12 * cast / w if job.number_bytes == 2 else 0
     loss_numbers = (4 if job.compile else 40) * job.number_bytes // 2
     loss, loss_formula = loss_numbers * job.tokens * s.vocab_size, f"{loss_numbers} T V"
     if job.loss_chunk_tokens:  # each chunk's weight gradient is written, then added to the previous ones
@@ -175,15 +200,17 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
         Term("products, backward", f"4 N_m T = {2 * operations / 1e12:.4g} TFLOP, in tiles and waves", backward, "s"),
         Term("attention", attention_working, attention_forward + attention_backward, "s"),
         Term("elementwise", _by_rate(elementwise, rate), sum(small), "s"),
-        _through_memory("casts of weights and gradients", f"12 N_m{over(w)}", casts, card),
+        _through_memory("casts of weights and gradients", f"12 {'N_m' if cast == nm else 'V d'}{over(w)}", casts, card),
         _through_memory("loss", loss_formula, loss, card),
     ]
     recomputed = layers - kept_blocks(job)[0]
     if recomputed:
-        once = (forward, attention_forward, small[0])
-        a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once)
-        working = f"{recomputed} / {layers} blocks x ({a_pass}) ms of products, attention, elementwise"
-        terms.append(Term("forward again", working, recomputed / layers * sum(once), "s"))
+        once = {"products": forward, "attention": attention_forward, "elementwise": small[0]}
+        if job.keeps_attention:
+            del once["attention"]
+        a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once.values())
+        working = f"{recomputed} / {layers} blocks x ({a_pass}) ms of {', '.join(once)}"
+        terms.append(Term("forward again", working, recomputed / layers * sum(once.values()), "s"))
     kernels = KERNELS[job.compile] * layers
     return [*terms, Term("between kernels", f"{kernels} x {GAP_S * 1e6:g} us", kernels * GAP_S, "s")]
 
@@ -293,29 +320,41 @@ def step_seconds(job: Job, card: Card) -> float:
 
 
 def step_sections(job: Job, card: Card) -> list[Section]:
-    """Operations, bytes, time by part and MFU. Raises ValueError for a precision that the card does not have."""
+    """Operations, bytes, time by part and MFU, if there is a prediction of the time.
+
+    Raises ValueError for a precision that the card does not have.
+    """
     known = [precision for precision in NUMBER_BYTES if card.peak(precision) is not None]
     accepted = f"{' or '.join(known)}, which a {card.name} has"
     require(not known or job.precision in known, "precision", job.precision, accepted)
     s, t = job.shape, job.tokens
     n, nm, flops = num_parameters(s), matmul_parameters(s), training_flops(s, job.batch_size, s.context_length)
     d, layers = s.d_model, s.num_layers
-    a_block, (own, own_filled, own_bytes) = block_matrices(s) + 2 * d, bytes_of_kinds(s, sizes_of(job.gradient_dtypes))
+    own, own_filled, own_bytes = bytes_of_kinds(s, sizes_of(job.gradient_dtypes))
+    norms, block = 2 * d + 2 * s.head_size * s.qk_norm, block_formula(s)
+    two = ("", "") if s.tie_embeddings else ("2 ", "2 x ")
     gradients = parameter_bytes(s, sizes_of(job.gradient_dtypes))
     update, update_filled, update_bytes = _optimizer_bytes(job)
     all_parameters = (
-        f"2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d = 2 x {s.vocab_size:,} x {d:,} + {layers} x {a_block:,} + {d:,}"
+        f"{two[0]}V d + L ({block} + 2 d{' + 2 D' * s.qk_norm}) + d = "
+        f"{two[1]}{s.vocab_size:,} x {d:,} + {layers} x {block_matrices(s) + norms:,} + {d:,}"
     )
-    of_d, of_d_ff = (sum(of_pass) for of_pass in zip(*_elementwise_factors(job), strict=True))
-    elementwise = (
-        f"L ({of_d} T d + {of_d_ff} T d_ff) = {layers} x ({of_d} x {t * d:,} + {of_d_ff} x {t * s.d_ff:,}), "
-        "forward and backward"
-    )
+    outside = "norms" if s.tie_embeddings else "embedding and norms"
+    factors = {name: sum(of_pass[name] for of_pass in _elementwise_factors(job)) for name in _widths_by_name(job)}
+    letters = " + ".join(f"{factor} T {name}" for name, factor in factors.items())
+    filled = " + ".join(f"{factors[name]} x {t * width:,}" for name, width in _widths_by_name(job).items())
+    elementwise = f"L ({letters}) = {layers} x ({filled}), forward and backward"
+    of_q, length, b = widths(s)[0], s.context_length, job.batch_size
+    attention, attention_filled = "2 L B N_ctx^2", f"2 x {layers} x {b} x {length}^2"
+    if (windowed := s.num_windowed) and (window := min(s.window or length, length)) < length:
+        attention = "2 B (L_full N_ctx^2 + L_windowed w (2 N_ctx - w))"
+        of_windows = f"{windowed} x {window} x (2 x {length} - {window})"
+        attention_filled = f"2 x {b} x ({layers - windowed} x {length}^2 + {of_windows})"
+    attention, attention_filled = f"{attention} {'d' if of_q == d else 'H D'}", f"{attention_filled} x {of_q}"
     counts = [
         Term("N, parameters", all_parameters, n, ""),
-        Term("N_m, in products", f"without embedding and norms: V d + L (4 d^2 + 3 d d_ff) = N - {n - nm:,}", nm, ""),
-        Term("operations", f"3 (2 N_m T + 2 L B N_ctx^2 d) = 3 (2 x {nm:,} x {t:,} + 2 x {layers} x "
-             f"{job.batch_size} x {s.context_length}^2 x {d})", flops, "FLOP"),
+        Term("N_m, in products", f"without {outside}: V d + L ({block}) = N - {n - nm:,}", nm, ""),
+        Term("operations", f"3 (2 N_m T + {attention}) = 3 (2 x {nm:,} x {t:,} + {attention_filled})", flops, "FLOP"),
         Term("bytes of the optimizer", f"{update} = {update_filled}", update_bytes),
         Term("bytes of elementwise", elementwise, layers * sum(elementwise_bytes(job))),
         Term("gradients", f"{own} = {own_filled}{in_blocks(gradients, own_bytes)}", gradients),
@@ -323,6 +362,8 @@ def step_sections(job: Job, card: Card) -> list[Section]:
     if job.world_size > 1:
         all_sent = sent(job, card)
         counts.append(Term("sent by a GPU", all_sent.working, all_sent.bytes_a_gpu))
+    if job.why_no_time:
+        return [Section("Counts of a step, a GPU", tuple(counts), (f"no time: {job.why_no_time}",))]
     terms = step_terms(job, card)
     step = terms[-1].value
     rates = [

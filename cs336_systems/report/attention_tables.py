@@ -1,17 +1,12 @@
-"""Views of the attention cases, and the heat map of `attention-sweep`."""
+"""Views of the attention cases."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row
 from ..machine.hardware import DTYPES
 from .fields import get
-from .pictures import save_picture
-from .plots import put_title
-from .selection import OUTCOMES, common_facts, grouped
 from .spec import Column, Plot, View
 
 PEERS = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "fa4")
@@ -53,43 +48,6 @@ def _as_tiers(rows: Sequence[Row]) -> list[Row]:
     """Rows of `attention-sweep` with the tier as on the command line, and their speed-up over naive attention."""
     named = [replace(row, config={**row.config, "tier": ":".join(map(str, row.config["tier"]))}) for row in rows]
     return with_speedups(named, "forward_ms", "forward_speedup", "kernel", "naive")
-
-
-def draw_heatmap(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw kernels over tiers: the median in ms, and the speed-up over naive attention as colour and number.
-
-    The picture has only the rows with the last row's setting.
-    """
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-
-    drawn = next(group for group in grouped(rows, _SWEEP_KEYS) if rows[-1] in group)
-    cells = {(row.config["kernel"], row.config["tier"]): row for row in drawn}
-    kernels, tiers = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    ratios = {place: ratio for place, row in cells.items() if (ratio := _SPEEDUP.value(row))}
-    logs = {place: math.log2(ratio) for place, ratio in ratios.items()}
-    low, high = math.floor(min(-1.0, *logs.values(), 0.0)), math.ceil(max(1.0, *logs.values(), 0.0))
-    largest = max(-low, high)
-    figure = Figure(figsize=(2.4 + 1.0 * len(tiers), 1.6 + 0.7 * len(kernels)), layout="constrained")
-    axes = figure.subplots()
-    colors = [[logs.get((kernel, tier), math.nan) for tier in tiers] for kernel in kernels]
-    image = axes.imshow(colors, cmap="PuOr", norm=Normalize(-largest, largest), aspect="auto")
-    for place, row in cells.items():
-        lines = [f"{_FORWARD.value(row):.3g} ms"] if row.status == "ok" else OUTCOMES[row.status].split(" ", 2)
-        lines += [f"{ratios[place]:.2f}x"] if place in ratios else []
-        color = "white" if abs(logs.get(place, 0.0)) > 0.6 * largest else "black"  # white on dark cells
-        x, y = tiers.index(place[1]), kernels.index(place[0])
-        axes.text(x, y, "\n".join(lines), ha="center", va="center", fontsize=8, color=color)
-    axes.set_xticks(range(len(tiers)), tiers)
-    axes.set_yticks(range(len(kernels)), kernels)
-    axes.set_xlabel("tier (queries:keys)")
-    axes.spines[:].set_visible(False)
-    bar = figure.colorbar(image, label="times as fast as naive")
-    bar.ax.set_ylim(low, high)
-    ticks = list(range(low, high + 1))
-    bar.set_ticks(ticks, labels=[f"{2.0**tick:.3g}" for tick in ticks])
-    put_title(figure, f"median of the forward pass; {common_facts(drawn, _SWEEP_KEYS)[0].replace('_', ' ')}")
-    return [save_picture(figure, folder / "attention-sweep-heatmap.png")]
 
 
 _FORWARD, _BACKWARD = (Column(f"{phase} (ms)", f"{phase}_ms.p50", ".4g") for phase in ("forward", "backward"))
@@ -184,6 +142,5 @@ ATTENTION_VIEWS: dict[str, View] = {
         ),
         plots=(Plot(name="forward", y=_FORWARD, x="tier", lines=("kernel",), kind="bar", log="y"),),
         derive=_as_tiers,
-        more=draw_heatmap,
     ),
 }

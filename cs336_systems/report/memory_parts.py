@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from ..bench.instruments.memory_moments import AFTER, BEFORE, INITIALISED, MOMENTS, PARTS
 from ..bench.profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
@@ -26,7 +27,7 @@ _COLORS = dict(
 
 
 def memory_parts_table(rows: Sequence[Row]) -> str:
-    """Memory by part and moment, peaks and savings over the first variant, and all gathers."""
+    """Memory by part and moment, peaks and savings over the first variant, and the gathers that end too late."""
     shown = latest(with_savings(rows), KEYS)
     done = [row for row in shown if row.status == "ok"]
     texts = [
@@ -37,22 +38,23 @@ def memory_parts_table(rows: Sequence[Row]) -> str:
     texts = [*(texts if done else []), table(shown, VIEW)]
     for row in done:
         if "gathers" in row.metrics:
-            in_time, counted = row.metrics["gathers_in_time"], row.metrics["gathers_counted"]
-            late = "other one stalls" if counted - in_time == 1 else "others stall"
             gathers = [replace(row, config={**row.config, **each}, metrics=each) for each in row.metrics["gathers"]]
-            texts += [
-                f"{row.variant}: {in_time} of {counted} all-gathers of a step end before their weights are needed; "
-                f"the {late} it for {row.metrics['stall_ms']:.3f} ms. In the order of their use; turn 2 is the "
-                "backward pass.",
-                table(gathers, _GATHERS),
-            ]
+            late = [gather for gather in gathers if gather.metrics["slack_ms"] < 0]
+            middle = median(gather.metrics["slack_ms"] for gather in gathers) if gathers else 0
+            in_time = f"{len(gathers) - len(late)} of {len(gathers)} all-gathers of a step"
+            texts.append(
+                f"{row.variant}: {in_time} end before their weights are needed; half of all end {middle:.3f} ms "
+                "before, or earlier. Those that end later stall the step for "
+                f"{row.metrics['stall_ms']:.3f} ms; turn 2 is the backward pass."
+            )
+            texts += [table(late, _GATHERS)] if late else []
     return "\n\n".join(texts)
 
 
 def with_savings(rows: Sequence[Row]) -> list[Row]:
-    """Rows with their savings over the first variant of the same setting, and the error of the predicted peak."""
+    """Rows with today's prediction, its error, and their savings over the first variant of the same setting."""
     found = []
-    for group in grouped(rows, SETTING):
+    for group in grouped(predicted_today(rows), SETTING):
         first_peak, first_predicted = (get(group[0], f"metrics.{name}", None) for name in _PEAKS)
         for row in group:
             peak, predicted = (get(row, f"metrics.{name}", None) for name in _PEAKS)

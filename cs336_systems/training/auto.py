@@ -56,6 +56,7 @@ def why_not_recorded(config: RunConfig) -> str | None:
         hint = "" if strategy in NOT_RECORDED else _HINT
         return f"parallel.strategy is {strategy}{hint}"
     has_band = config.model.window is not None or config.data.documents
-    if has_band and attention in ("flash_torch", "flash_triton_compiled"):
+    waits = {"flash_torch": has_band, "flash_triton_compiled": has_band, "fa4": config.data.documents}
+    if waits.get(attention):
         return f"model.attention is {attention}, which waits for the GPU to know what a window or documents hide"
     return f"model.attention is {attention}{_HINT}" if is_import_path(attention) else None

@@ -9,7 +9,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cs336_basics.attention import Documents
 from cs336_basics.model import Embedding, LayerCache, Linear, LMHead, TransformerLM
@@ -17,7 +17,7 @@ from cs336_basics.optimizer import AdamW
 
 from ..config.checks import require, shown
 from ..config.run import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ..kernels.attention import get_attention
+from ..kernels.attention import get_attention, is_attention
 from ..kernels.fp8_linear import use_fp8
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from ..machine.hardware import DTYPES
@@ -40,9 +40,7 @@ def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
         cast_weights(model, torch.bfloat16)
     if config.precision == "fp8":
         use_fp8(model.layers)
-    if config.compile:
-        compile_model(model, config.compile_memory_budget)
-    checkpoint_activations(model, config)
+    prepare_blocks(model, config)
     if config.loss_chunk_tokens is not None:
         rows_loss = compiled(loss_and_gradient) if config.compile else loss_and_gradient
         settings: dict[str, Any] = dict(chunk_tokens=config.loss_chunk_tokens, rows_loss=rows_loss)
@@ -141,8 +139,9 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     switched autocast off: `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804). The
     setting belongs to a thread (in older versions, to the process), so it is made in the thread that calls.
     """
-    # A partial, so that benchmarks can look inside and tell that the function is compiled.
-    return functools.partial(_call_without_backward_autocast, torch.compile(function))
+    # A partial that knows the function, so that benchmarks can look inside.
+    call = functools.partial(_call_without_backward_autocast, torch.compile(function))
+    return functools.update_wrapper(call, function)
 
 
 def _call_without_backward_autocast(compiled: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -151,45 +150,58 @@ def _call_without_backward_autocast(compiled: Callable[P, T], *args: P.args, **k
     return compiled(*args, **kwargs)
 
 
-def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
-    """torch.compile each block's forward and the final norm, in place.
+def _within_budget(compiled: Callable[..., T], memory_budget: float, *inputs: Any) -> T:
+    # The first call compiles, and reads the setting.
+    with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+        return compiled(*inputs)
 
-    All blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside the graphs.
-    memory_budget: as `TrainConfig.compile_memory_budget`.
+
+def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# Blocks draw no random numbers, so the generators' states need not be saved.
+_checkpointed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+_checkpointed_but_attention = functools.partial(
+    _checkpointed, context_fn=functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+)
+
+
+def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
+    """Compile and checkpoint the blocks in place, as the configuration says, and compile the final norm.
+
+    Compiled blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside.
+
+    Checkpointed blocks drop their activations and recompute them in the backward pass (Chen et al. 2016). Only the
+    input of each block, or of each group of blocks, stays in memory. A group is checkpointed around its blocks, so FSDP
+    gathers the weights of the whole group again for the recomputation. A block that keeps attention's outputs is
+    checkpointed inside its compiled graph: around it, the outputs would be kept in memory that compiled code may reuse.
     """
-
-    def within_budget(forward: Callable[..., Any], *inputs: Any) -> Any:
-        # The first call compiles, and reads the setting.
-        with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-            return forward(*inputs)
-
+    if config.compile and config.keeps_attention:  # it would warn of in-place operations, which blocks do not have
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    policy, number = config.checkpointed or ("none", 1)
+    chosen = {"first": slice(number), "every": slice(None, None, number)}.get(policy, slice(0))
+    checkpointed_layers = set(list(model.layers)[chosen])
     for layer in model.layers:
-        layer.forward = compiled(layer.forward)
-        if memory_budget < 1:
-            layer.forward = functools.partial(within_budget, layer.forward)
-    model.ln_final.compile()
-
-
-def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
-    """Make blocks drop their activations and recompute them in the backward pass (Chen et al. 2016).
-
-    Only the input of each checkpointed block, or of each group of blocks, stays in memory. A group is checkpointed
-    around its blocks, so FSDP gathers the weights of the whole group again for the recomputation.
-    """
-    if config.checkpointed is None:
-        return
-    policy, number = config.checkpointed
-    # Blocks draw no random numbers, so the generators' states need not be saved.
-    checkpointed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        is_checkpointed, budget = layer in checkpointed_layers, config.compile_memory_budget
+        if is_checkpointed and config.keeps_attention:
+            layer.forward = functools.partial(_checkpointed_but_attention, layer.forward)
+            budget = 1.0  # the rule alone says what is kept: PyTorch fails to compile it under a budget
+        if config.compile:
+            layer.forward = compiled(layer.forward)
+            if budget < 1:
+                layer.forward = functools.partial(_within_budget, layer.forward, budget)
+        if is_checkpointed and not config.keeps_attention:
+            layer.forward = functools.partial(_checkpointed, layer.forward)
+    if config.compile:
+        model.ln_final.compile()
     if policy != "groups":
-        for layer in list(model.layers)[slice(number) if policy == "first" else slice(None, None, number)]:
-            layer.forward = functools.partial(checkpointed, layer.forward)
         return
     through_blocks = model.through_blocks
 
     def in_groups(x: Tensor, cache: list[LayerCache] | None = None, documents: Documents | None = None) -> Tensor:
         for first in range(0, len(model.layers), number):
-            x = checkpointed(through_blocks, x, cache, first, first + number, documents)
+            x = _checkpointed(through_blocks, x, cache, first, first + number, documents)
         return x
 
     model.through_blocks = in_groups  # type: ignore[method-assign, assignment]

@@ -30,7 +30,8 @@ def check_config(config: RunConfig, device: torch.device) -> None:
     group = shape.num_heads // shape.kv_heads
     dtype, has_window = DTYPES[config.train.precision], shape.window is not None
     attention = config.model.attention
-    check_attention(attention, shape.head_size, dtype, device, group, has_window, config.data.documents)
+    limits = has_window, config.data.documents
+    check_attention(attention, shape.head_size, dtype, device, group, *limits, config.train.keeps_attention)
     check_packages(config.log)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import random
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.cli.arguments import parse
 from cs336_systems.cli.bench import asked, case_parser
 
-from .conftest import RESULTS, Made, NoPictures
+from .conftest import RESULTS, Made, NoPictures, committed, filled
 
 PROBLEMS = [name for names in SECTIONS.values() for name in names]
 PROFILES = {"kernels": kernel_profile.CASE, "memory": memory_profile.CASE}
@@ -207,6 +208,15 @@ def test_rows_of_a_part_leave_boxes_with_commands(folder: str, monkeypatch: pyte
     document = without_pictures(RESULTS / folder, monkeypatch)
     assert document.body().count(BOX) == len(document.missing) > 20
     assert ("NVIDIA H100" in document.summary) is (folder == "h100")
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_an_interrupted_measurement_leaves_boxes_and_no_mistakes(share: float, made: Made) -> None:
+    used = {str(source) for answers in made.document.sections.values() for a in answers for source in a.sources}
+    figures, drawn = committed(), random.Random(0)
+    figures.sources = [each for each in figures.sources if str(each) in used and drawn.random() < share]
+    assert figures.sources
+    assert BOX in "".join(filled(figures, problem) for problem in (*PROBLEMS, "summary"))
 
 
 def test_without_rows_there_are_only_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

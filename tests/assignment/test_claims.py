@@ -166,3 +166,14 @@ def test_memory_that_does_not_run_out_is_said() -> None:
     assert "runs out of memory with" in filled(figures, "pytorch_attention")
     figures.sources = [source for source in figures.sources if source.row.status == "ok"]
     assert "No length of the table runs out of memory" in filled(figures, "pytorch_attention")
+
+
+def test_a_profile_of_nsight_systems_comes_first_though_it_tells_no_time_of_the_gpu() -> None:
+    figures = committed()
+    for source in [*figures.sources]:
+        if source.row.case == "profile-kernels":
+            config, metrics = {**source.row.config, "tool": "nsys"}, {**source.row.metrics, "busy_ms": None}
+            figures.sources.append(Source(source.path, replace(source.row, config=config, metrics=metrics)))
+    text = filled(figures, "nsys_profile")
+    assert "recorded the kernels with Nsight Systems." in text
+    assert "the two clocks agree." in text

@@ -52,6 +52,17 @@ def test_rows_are_in_the_order_of_the_values_asked_for(ddp: Path) -> None:
     ]  # fmt: skip
 
 
+def test_every_value_must_have_a_row_if_asked_for(ddp: Path) -> None:
+    for size, length in (("small", 512), ("xl", 512), ("xl", 1024)):
+        add(ddp, size=size, context_length=length)
+    found = Figures(ddp.parent)
+    assert len(found.every("ddp", size=["small", "xl"], context_length=512)) == 2
+    found.begin("p")
+    with pytest.raises(NoRows, match="--size small xl --context_length 512 1024"):
+        found.every("ddp", size=["small", "xl"], context_length=[512, 1024])
+    assert found.used == []
+
+
 def test_a_folder_has_the_card_with_most_rows_and_other_machines_answer_if_it_cannot(ddp: Path) -> None:
     for size in ("small", "xl"):
         add(ddp, ms=1, gpu=H200, size=size)

@@ -69,6 +69,21 @@ def test_a_failed_command_is_returned_and_not_tried_again(tmp_path: Path, ran: l
     assert [words[1] for words in ran] == ["failing", "a"]
 
 
+def test_an_interrupted_command_is_continued_even_if_it_left_rows(
+    tmp_path: Path, ran: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(words: Sequence[str]) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "run_alone", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            measure.measure_missing(tmp_path, lambda: ["cs336 bench a"])
+    assert measure.measure_missing(tmp_path, lambda: ["cs336 bench b"]) == []
+    assert measure.measure_missing(tmp_path, lambda: []) == []
+    assert [words[1] for words in ran] == ["a", "b"]
+
+
 def test_rows_go_below_the_folder_and_profiles_have_one_of_their_own(tmp_path: Path, ran: list[list[str]]) -> None:
     commands = ["cs336 bench ddp --variant 'a b'", "cs336 profile memory --size 2.7B", "cs336 profile memory --size xl"]
     measure.measure_missing(tmp_path, lambda: commands)

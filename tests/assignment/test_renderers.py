@@ -70,11 +70,13 @@ def test_the_pdf_has_every_heading_table_and_figure(made: Made) -> None:
     headings = [words(each["body"]) for each in elements(source, "heading", made.folder)]
     assert headings == [name for section, problems in SECTIONS.items() for name in (section, *problems)]
     figures = elements(source, "figure", made.folder)
-    kinds = [words(each["supplement"]) for each in figures]
+    labels = [words(each["supplement"]) for each in figures]
     text = made.document.body()
-    assert kinds.count("Figure") == text.count("](pictures/") >= 6
-    assert kinds.count("Table") == len(re.findall(r"\|\n\n: ", text)) >= 15
+    for kind, count in (("Figure", text.count("](pictures/")), ("Table", len(re.findall(r"\|\n\n: ", text)))):
+        assert [each for each in labels if kind in each] == [f"{kind} {i + 1}" for i in range(count)] != []
     assert all(words(each["caption"]["body"]) for each in figures)
+    _, warnings = pytest.importorskip("typst").compile_with_warnings(source.encode(), root=str(made.folder))
+    assert not warnings  # a layout that does not converge has wrong numbers of pages
 
 
 def test_the_pdf_of_the_committed_rows_is_short(made: Made) -> None:
@@ -162,7 +164,10 @@ def test_the_page_of_the_committed_rows_is_whole(made: Made) -> None:
     pictures = [attrs for tag, attrs in page.found if tag == "svg"]
     assert len(pictures) == made.document.body().count("](pictures/") >= 6
     assert all(str(each["aria-label"]).startswith("Figure ") for each in pictures)
-    assert text.count("<g><title>") > 100
+    told = re.findall(r"</title>\s*<(\w+) ", "".join(re.findall(r"<svg.*?</svg>", text, flags=re.S)))
+    assert {*told} == {"path"}
+    assert len(told) > 2 * len(pictures)
+    assert "svg title ~ path { pointer-events: all; }" in text  # shapes without fill get no pointer otherwise
     ids = page.values("id")
     assert len(set(ids)) == len(ids)
     assert {each[1:] for each in page.values("xlink:href")} <= {*ids}
@@ -188,19 +193,27 @@ def test_a_picture_of_the_page_has_ids_of_its_own_and_the_colours_of_the_page(fo
     assert "fill: red" not in text
 
 
-def test_marks_tell_their_series_and_values_in_the_words_of_the_axes(tmp_path: Path) -> None:
-    rows = [{"kind": "a & b", "n": 4096, "ms": 1.2345}, {"kind": "c", "n": 8192, "ms": 2000}]
+def test_every_mark_is_told_with_its_value_even_where_marks_overlap(tmp_path: Path) -> None:
+    rows = [
+        {"kind": kind, "n": n, "ms": ms}
+        for kind, n, ms in (("a & b", 4096, 1.2345), ("c", 4096, 1.2345), ("c", 8192, 2000))
+    ]
     pictures = Pictures(tmp_path)
     pictures.problem = "p"
-    pictures.lines(rows, itemgetter("n"), itemgetter("ms"), "", by="kind", xlabel="tokens", ylabel="ms")
-    pictures.bars(rows[:1], itemgetter("kind"), itemgetter("ms"), "", xlabel="ms")
-    pictures.stacks([("whole", {"one_part": 3 * 2**30})], "", "GiB", 2**30)
-    told = [re.findall(r"<g><title>(.*?)</title>", file.read_text()) for file in sorted(tmp_path.rglob("*.svg"))]
+    pictures.lines(rows, itemgetter("n"), itemgetter("ms"), "", by="kind", xlabel="tokens", ylabel="ms", log="x")
+    pictures.stacks([("whole", {"one_part": 3 * 2**30, "thin": 2**20})], "", "GiB", 2**30)
+    files = [file.read_text() for file in sorted(tmp_path.rglob("*.svg"))]
+    told = [[each.split("\n") for each in re.findall(r"<g><title>(.*?)</title>", text, flags=re.S)] for text in files]
     assert told == [
-        ["a &amp; b; tokens: 4,096; ms: 1.23", "c; tokens: 8,192; ms: 2,000"],
-        ["a &amp; b; ms: 1.23"],
-        ["whole; one part; GiB: 3"],
+        [["tokens: 4,096", "ms:", "a &amp; b: 1.23", "c: 1.23"], ["tokens: 8,192", "ms:", "c: 2,000"]],
+        [["whole", "GiB:", "one part: 3", "thin: 0.000977"]],
     ]
+    # The pointer finds a column wherever it is: their edges meet, halfway between the points on the picture.
+    columns = [
+        re.findall(r"[ML] (\S+) ", path) for path in re.findall(r'</title>\s*<path d="(.*?)"', files[0], flags=re.S)
+    ]
+    edges = [(min(map(float, column)), max(map(float, column))) for column in columns]
+    assert edges[0][1] == edges[1][0]
 
 
 def test_contents_link_to_headings_with_special_characters(folder: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cs336_basics.generate import filter_logits, generate
 from cs336_basics.model import TransformerLM
+from cs336_systems.bench.instruments.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,6 +56,13 @@ def test_greedy_rows_of_a_batch_equal_plain_decoding_of_each_prompt_alone(seed):
     result = generate(model, PROMPTS, 12, temperature=0)
     assert result == [decode_plainly(model, prompt, 12) for prompt in PROMPTS]
     assert result == [generate(model, [prompt], 12, temperature=0)[0] for prompt in PROMPTS]
+
+
+def test_the_cache_has_room_for_the_new_tokens_and_not_for_the_whole_context() -> None:
+    model = TransformerLM(9, 1 << 16, 8, 2, 1, 8)  # whose whole context takes 8 MiB of keys and values
+    with LiveBytes() as live:
+        assert len(generate(model, [[1, 2]], 4)[0]) == 4
+    assert live.peak < 1 << 20
 
 
 def test_the_cache_reads_every_position_once():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import transformers
 
 from cs336_basics.generate import generate
-from cs336_basics.huggingface import export_hf, import_hf, read_shape
+from cs336_basics.huggingface import check_export_folder, export_hf, import_hf, read_shape
 from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape
 from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer
@@ -29,6 +30,12 @@ LLAMA: dict[str, Any] = dict(
     max_position_embeddings=48,
     rms_norm_eps=1e-5,
 )
+
+
+LLAMA_3 = dict(
+    rope_type="llama3", rope_theta=5e5, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)  # fmt: skip
 
 
 def build(shape: ModelShape = SHAPE, seed: int = 0) -> TransformerLM:
@@ -130,6 +137,34 @@ def test_a_model_made_by_transformers_is_imported(tmp_path: Path) -> None:
     check_logits(shape, state, llama)
 
 
+def test_weights_in_another_form_beside_are_not_read(tmp_path: Path) -> None:
+    """Mistral's folders also have consolidated.safetensors, with names of its own."""
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, num_attention_heads=4))
+    llama.save_pretrained(tmp_path, max_shard_size="200KB")
+    safetensors.torch.save_file(
+        {"layers.0.attention.wq.weight": torch.ones(64, 64)}, tmp_path / "consolidated.safetensors"
+    )
+    shape, state, _ = import_hf(tmp_path)
+    check_logits(shape, state, llama)
+    index, first = tmp_path / "model.safetensors.index.json", min(tmp_path.glob("model-*"))
+    first.unlink()
+    with pytest.raises(ValueError, match=rf"{first} cannot be read: No such file"):
+        import_hf(tmp_path)
+    for content in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=rf"^{index} is no index of weights: "):
+            import_hf(tmp_path)
+
+
+def test_the_length_that_frequencies_are_scaled_from_stays_an_integer(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, rope_scaling=(32.0, 1.0, 4.0, 16.0))
+    export_hf(build(shape).state_dict(), shape, None, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_scaling", "rope_parameters"):
+        assert type(config[name]["original_max_position_embeddings"]) is int
+    assert import_hf(tmp_path)[0] == shape
+
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2": (
         "Llama",
@@ -141,14 +176,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             num_attention_heads=8,
             num_key_value_heads=2,
             tie_word_embeddings=True,
-            rope_parameters=dict(
-                rope_type="llama3",
-                rope_theta=5e5,
-                factor=32.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=16,
-            ),
+            rope_parameters=LLAMA_3,
         ),
     ),
     "TinyLlama": ("Llama", dict(num_attention_heads=8, num_key_value_heads=1)),
@@ -200,19 +228,123 @@ def test_a_family_is_imported_and_exported_with_the_same_logits_and_text(family:
     assert import_hf(tmp_path / "ours")[0] == shape
 
 
+LAST_BLOCK = dict(use_sliding_window=True, head_dim=16, sliding_window=6, max_window_layers=1)
+
+
+@pytest.mark.parametrize(
+    "name, settings, expected",
+    [
+        ("Mistral", dict(layer_types=["sliding_attention", "full_attention"] * 2), (6, 2)),
+        ("Mistral", dict(layer_types=["sliding_attention", *["full_attention"] * 3]), (6, 4)),
+        ("Mistral", dict(layer_types=["full_attention"] * 4), (None, 1)),
+        ("Mistral", dict(layer_types=["sliding_attention"] * 4), (6, 1)),
+        ("Qwen3", dict(use_sliding_window=True, max_window_layers=0), (6, 1)),
+        ("Qwen3", dict(use_sliding_window=True), (None, 1)),
+        ("Qwen3", dict(layer_types=["full_attention"] * 4), (None, 1)),
+    ],
+)
+def test_the_blocks_that_have_a_window(
+    name: str, settings: dict[str, Any], expected: tuple[int | None, int], tmp_path: Path
+) -> None:
+    """As transformers' AutoModel has them; numbers beyond 28 blocks are Qwen 3's default."""
+    torch.manual_seed(1)
+    common = LLAMA | dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = getattr(transformers, f"{name}Config")(**common, sliding_window=6, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"model_type": name.lower(), **settings}))
+    shape, state, _ = import_hf(tmp_path)
+    assert (shape.window, shape.window_every) == expected
+    check_logits(shape, state, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+BOTH: dict[str, Any] = dict(
+    attention_bias=False, attention_dropout=0.0, bos_token_id=0, eos_token_id=1, hidden_act="silu", use_cache=True,
+    hidden_size=64, intermediate_size=160, num_hidden_layers=2, max_position_embeddings=48, vocab_size=300,
+)  # fmt: skip
+LLAMAS: dict[str, Any] = BOTH | dict(model_type="llama", mlp_bias=False, pretraining_tp=1, rms_norm_eps=1e-05)
+MISTRALS: dict[str, Any] = {name: value for name, value in BOTH.items() if name != "attention_bias"} | dict(
+    model_type="mistral", num_attention_heads=4, num_key_value_heads=1, rms_norm_eps=1e-05
+)
+QWENS: dict[str, Any] = BOTH | dict(
+    model_type="qwen3", num_attention_heads=4, num_key_value_heads=2, head_dim=32, rms_norm_eps=1e-06,
+    max_window_layers=28, sliding_window=None, use_sliding_window=False, tie_word_embeddings=True,
+)  # fmt: skip
+OLD_SCALING = {name: value for name, value in LLAMA_3.items() if name != "rope_theta"}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "Llama-3.2": LLAMAS | dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=16, rope_theta=5e5, rope_scaling=OLD_SCALING,
+        tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.45.0.dev0", eos_token_id=[1, 2],
+    ),
+    "Llama-3.2, transformers 5": LLAMAS | dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=16, rope_parameters=LLAMA_3, dtype="bfloat16",
+    ),
+    "SmolLM2": LLAMAS | dict(
+        num_attention_heads=4, num_key_value_heads=2, is_llama_config=True, pad_token_id=None, rope_interleaved=False,
+        rope_scaling=None, rope_theta=100000, tie_word_embeddings=True,
+        **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+    ),
+    "TinyLlama": {name: value for name, value in LLAMAS.items() if name != "mlp_bias"} | dict(
+        num_attention_heads=8, num_key_value_heads=1, rope_scaling=None, tie_word_embeddings=False,
+    ),
+    "Qwen3": QWENS | dict(rope_scaling=None, rope_theta=1000000, torch_dtype="bfloat16"),
+    "Qwen3, transformers 5": QWENS | dict(
+        layer_types=["full_attention"] * 2, rope_parameters={"rope_theta": 1000000, "rope_type": "default"},
+    ),
+    "Mistral-v0.1": MISTRALS | dict(rope_theta=10000.0, sliding_window=16, tie_word_embeddings=False),
+    "Mistral-v0.3": MISTRALS | dict(rope_theta=1e6, sliding_window=None, head_dim=None),
+}  # fmt: skip
+"""config.json as the models' authors have written it, with smaller sizes."""
+
+
+@pytest.mark.parametrize("model", WRITTEN)
+def test_a_configuration_is_read_as_its_authors_wrote_it(model: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    (tmp_path / "config.json").write_text(json.dumps(WRITTEN[model]))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(WRITTEN[model]))
+    shape, state, _ = import_hf(tmp_path)
+    check_logits(shape, state, transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_windows_beside_norms_of_queries_and_keys_are_exported_as_qwens(every: int, tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, qk_norm=True, window=4, window_every=every)
+    model = build(shape)
+    export_hf(model.state_dict(), shape, None, tmp_path)
+    check_logits(shape, model.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert import_hf(tmp_path)[0] == shape
+    check_export_folder(tmp_path)
+
+
+def test_a_tied_head_with_other_weights_is_refused(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, tie_embeddings=True)
+    export_hf(build(shape).state_dict(), shape, None, tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    for change in (0.0, 1.0):  # files may have the same weight twice
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + change
+        safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        if not change:
+            assert import_hf(tmp_path)[0] == shape
+    with pytest.raises(ValueError, match=r"lm_head\.weight is another than model\.embed_tokens"):
+        import_hf(tmp_path)
+
+
 def test_windows_that_hugging_face_has_otherwise_are_refused(tmp_path: Path) -> None:
     config = transformers.MistralConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=2).to_dict()
     for name, change, message in (
-        ("mistral", dict(sliding_window="all"), "sliding_window is 'all': it must be a positive integer"),
-        ("qwen3", dict(use_sliding_window=True, head_dim=16), "use_sliding_window is True, and only False"),
+        ("mistral", dict(sliding_window="all"), "sliding_window is 'all': it must be an integer"),
+        ("qwen3", LAST_BLOCK, r"sliding_window is 6 in the blocks \[1\], counted from 0: only a window in all, or "),
+        ("mistral", dict(layer_types=["sliding_attention"], sliding_window=6), "layer_types is .* for each of 2$"),
+        ("mistral", dict(layer_types=["sliding_attention", "linear"], sliding_window=6), "layer_types is .*'linear'"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | dict(model_type=name) | change))
         with pytest.raises(ValueError, match=message):
             read_shape(tmp_path)
-    shape = dataclasses.replace(SHAPE, window=4)
-    for fields, message in ((dict(qk_norm=True), "qk_norm is True"), (dict(window_every=2), ".*window_every is 2")):
-        with pytest.raises(ValueError, match=f"^{message}.*: with a window they must be False and 1"):
-            export_hf({}, dataclasses.replace(shape, **fields), None, tmp_path / "ours")
+    shape = dataclasses.replace(SHAPE, window=4, window_every=2)
+    with pytest.raises(ValueError, match=r"^window_every is 2: it must be 1 without qk_norm"):
+        export_hf({}, shape, None, tmp_path / "ours")
 
 
 @pytest.mark.parametrize("place", ["model.layers.1.self_attn.rotary_emb", "model.rotary_emb"])
@@ -230,33 +362,39 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_key_value_heads", 3, "num_key_value_heads is 3: it must divide num_attention_heads, 4"),
+        ("num_key_value_heads", 3, "num_key_value_heads is 3: it must be a divisor of num_attention_heads, 4"),
         ("num_key_value_heads", 2, r"k_proj.weight has shape \(64, 64\), and config.json means \(32, 64\)"),
         ("attention_bias", True, "attention_bias is True"),
         ("mlp_bias", True, "mlp_bias is True"),
-        ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a positive number"),
+        ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a number"),
+        ("rms_norm_eps", 1, "rms_norm_eps is 1.0: it must be from 0 to below 1$"),
+        ("rms_norm_eps", math.nan, "rms_norm_eps is nan: it must be from 0 to below 1$"),
+        ("vocab_size", 1 << 25, r"vocab_size is 33554432: it must be from 1 to 2\^24"),
+        ("rope_parameters", LLAMA_3 | {"factor": 0}, r"factor, .*\] is \[0.0, .*: it must be 4 numbers above 0"),
+        ("rope_parameters", LLAMA_3 | {"low_freq_factor": 4}, "low_freq_factor, .* the second below the third$"),
+        ("rope_parameters", {"rope_theta": -1.0}, "rope_theta is -1.0: it must be above 0 and finite$"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'"),
         ("model_type", "gpt2", "model_type is 'gpt2'"),
         ("head_dim", 32, r"k_proj.weight has shape \(64, 64\), and config.json means \(128, 64\)"),
-        ("head_dim", 15, "head_dim is 15: it must be even"),
+        ("head_dim", 15, "head_dim is 15: the size of a head must be even"),
         ("model_type", ["llama"], "model_type is .'llama'.: it must be one of llama, mistral, qwen3"),
         ("tie_word_embeddings", "false", "tie_word_embeddings is 'false': it must be true or false"),
         ("rope_parameters", {"type": "linear", "factor": 2.0}, "rope type is 'linear'"),
         ("rope_parameters", {"full_attention": {"rope_theta": 1e4}}, "rope_parameters has full_attention"),
-        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}, "factor is None: it must be a positive number"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}, "factor is None: it must be a number"),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}, "rope type is 'yarn'"),
         ("rope_scaling", {"rope_type": "linear", "factor": 2}, "rope type is 'linear'"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope type is 'linear'"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor is 0.5"),
-        ("max_position_embeddings", 16.5, "max_position_embeddings is 16.5: it must be a positive integer"),
-        ("num_hidden_layers", "3", "num_hidden_layers is '3': it must be a positive integer"),
+        ("max_position_embeddings", 16.5, "max_position_embeddings is 16.5: it must be an integer"),
+        ("num_hidden_layers", "3", "num_hidden_layers is '3': it must be an integer"),
         ("intermediate_size", 96, r"down_proj.weight has shape \(64, 160\), and config.json means \(64, 96\)"),
         ("num_hidden_layers", 4, r"model.layers.3.\S* has shape none"),
         ("num_hidden_layers", 2, r"model.layers.2.\S* has shape \(64,\), and config.json means none"),
-        ("hidden_size", None, "hidden_size is None: it must be a positive integer"),
-        ("num_attention_heads", 0, "num_attention_heads is 0: it must be a positive integer"),
-        ("num_attention_heads", True, "num_attention_heads is True: it must be a positive integer"),
-        ("rope_parameters", {"rope_theta": "x"}, "rope_theta is 'x': it must be a positive number"),
+        ("hidden_size", None, "hidden_size is None: it must be an integer"),
+        ("num_attention_heads", 0, "num_attention_heads is 0: it must be at least 1"),
+        ("num_attention_heads", True, "num_attention_heads is True: it must be an integer"),
+        ("rope_parameters", {"rope_theta": "x"}, "rope_theta is 'x': it must be a number"),
         ("rope_parameters", 3, "rope_parameters is 3: it must be an object or null"),
     ],
 )
@@ -266,6 +404,21 @@ def test_an_unsupported_setting_is_refused_by_name(tmp_path: Path, field: str, v
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
     with pytest.raises(ValueError, match=message):
         import_hf(tmp_path)
+
+
+def test_a_head_size_that_is_left_out_must_be_whole(tmp_path: Path) -> None:
+    export_hf(build().state_dict(), SHAPE, None, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_size": 66}
+    del config["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="hidden_size is 66: it must be divisible by num_attention_heads, 4"):
+        import_hf(tmp_path)
+
+
+def test_what_can_be_exported_can_be_imported(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, norm_eps=0.0)
+    export_hf(build(shape).state_dict(), shape, None, tmp_path)
+    assert import_hf(tmp_path)[0] == shape
 
 
 @pytest.mark.parametrize(
@@ -293,5 +446,5 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
         import_hf(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no \.safetensors file"):
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors and no model\.safetensors\.index\.json$"):
         import_hf(tmp_path)

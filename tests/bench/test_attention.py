@@ -186,7 +186,6 @@ def test_the_command_writes_the_sweeps_files(tmp_path: Path, bench: Bench) -> No
         "attention-sweep.csv",
         "attention-sweep.md",
         "attention-sweep-forward.png",
-        "attention-sweep-heatmap.png",
     }
     rows = read_rows(tmp_path / "attention-sweep.jsonl")
     assert [(row.status, row.variant, row.config["tier"]) for row in rows] == [

@@ -37,6 +37,16 @@ def test_measured_memory_equals_the_count(policy: str, fields: dict[str, Any]) -
     assert metrics["peak_bytes"] == pytest.approx(metrics["predicted_bytes"], rel=0.05)
 
 
+@pytest.mark.parametrize("policy", ["block_but_attention", "first_3_but_attention"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_measured_memory_with_attentions_outputs_equals_the_count(precision: str, policy: str) -> None:
+    how = dict(attention="flash_torch", precision=precision, context_length=64, vocab_size=50)
+    ran, metrics = measured(policy, **how)
+    assert metrics["held_bytes"] == metrics["predicted_held_bytes"] + 4  # the loss
+    assert metrics["peak_bytes"] == pytest.approx(metrics["predicted_bytes"], rel=0.05)
+    assert (ran["policy"], ran["K"]) == {"b": ("every_but_attention", 1), "f": ("first_but_attention", 3)}[policy[0]]
+
+
 def test_groups_keep_their_inputs_only() -> None:
     """8 blocks keep 8 inputs; in groups of 2, 3 and 8 they keep 4, 3 and 1."""
     kept = {k: measured(f"groups_{k}")[1]["held_bytes"] for k in (1, 2, 3, 8)}

@@ -1,5 +1,6 @@
 """The case `residuals`: hooks find the counted bytes, and every storage once."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_basics.model import RotaryEmbedding, TransformerBlock
+from cs336_basics.shape import ModelShape
 from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import residuals
 from cs336_systems.bench.cases.residuals import CASE, ResidualsBench, measure
 from cs336_systems.bench.instruments.saved_tensors import Saved, SavedTensors
+from cs336_systems.kernels.attention import get_attention
 from cs336_systems.planner.accounting import activation_bytes, weight_copy_bytes
+from cs336_systems.planner.activations import block_parts
+from cs336_systems.planner.job import Job
 from cs336_systems.report.views import rows_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,6 +47,38 @@ def test_hooks_find_the_counted_bytes(attention: str, precision: str, batch_size
     assert metrics["weight_copy_bytes"] == weight_copy_bytes(shape, precision)
     assert metrics["input_bytes"] == 4 * batch_size * context_length * shape.d_model
     assert sum(t["count"] * t["bytes"] for t in metrics["tensors"]) == metrics["saved_bytes"]
+
+
+BLOCK = ModelShape(vocab_size=9, context_length=24, d_model=32, d_ff=64, num_layers=1, num_heads=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(num_kv_heads=2), dict(head_dim=16), dict(num_kv_heads=1, head_dim=12, qk_norm=True), dict(window=5)],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["naive", "flash_torch", "auto", "compiled auto"])
+def test_blocks_of_other_architectures_save_the_counted_bytes(
+    attention: str, precision: Any, options: dict[str, Any]
+) -> None:
+    shape = dataclasses.replace(BLOCK, **options)
+    kernel = attention.removeprefix("compiled ")
+    if kernel == "auto" and shape.window:
+        pytest.skip("on a CPU it keeps a mask")
+    rope = RotaryEmbedding(shape.context_length, shape.head_size)
+    block = TransformerBlock(32, 4, 64, rope, get_attention(kernel), **options)
+    if is_compiled := kernel != attention:
+        # The partitioner of inductor, without its code generation.
+        block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")  # type: ignore[method-assign]
+    x = torch.randn(2, shape.context_length, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        block(x).sum().backward()
+        with SavedTensors(block, [x], named=not is_compiled) as saved:
+            block(x)
+    job = Job(shape=shape, batch_size=2, precision=precision, attention=kernel, compile=is_compiled)
+    assert saved.bytes("activation") + saved.bytes("input") == sum(block_parts(job).values())
+    assert saved.bytes("weight copy") == weight_copy_bytes(shape, precision)
 
 
 def test_tensors_have_module_and_operation() -> None:

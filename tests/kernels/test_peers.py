@@ -1,17 +1,23 @@
 """The kernels of other projects pass the same cases as ours, unless they refuse them."""
 
 import importlib.util
-from typing import ClassVar
+import sys
+import types
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
+from cs336_basics.attention import Documents
 from cs336_systems.kernels.attention import get_attention, peers
 from tests.kernels.attention_cases import (
+    BAND_CASES,
     CASES,
     QUICK_CASES,
     Case,
     KernelTests,
+    check_case,
     check_close,
     compute_truth,
     plain_attention,
@@ -42,6 +48,7 @@ class PeerTests(KernelTests):
 
 class TestSdpa(PeerTests):
     name = "sdpa"
+    cases = (*QUICK_CASES, *BAND_CASES)
     bands = True
     dtypes = ON_CPU
 
@@ -106,6 +113,64 @@ class TestFlexOnGpu(OnGpu):
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn-4 is not installed")
 class TestFa4OnGpu(OnGpu):
     name = "fa4"
+    bands = True
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int | None, int | None]) -> Tensor:
+    """FlashAttention-4's interface, (B, N, H, D), computed plainly."""
+    mask = {} if window_size[0] is None else {"window": window_size[0] + 1}
+    assert window_size[1] in (None, 0)
+    return plain_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal, **mask).transpose(1, 2)
+
+
+def attend_packed(
+    *q_k_v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, **mask: Any
+) -> tuple[Tensor, None]:
+    """Its interface for sequences of varying length, (total, H, D), each computed by itself."""
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert (cu_seqlens_q.dtype, max_seqlen_q) == (torch.int32, max_seqlen_k)
+    lengths = cu_seqlens_q.diff().tolist()
+    assert all(0 < length <= max_seqlen_q for length in lengths)
+    rows = zip(*(x.split(lengths) for x in q_k_v), strict=True)
+    return torch.cat([attend(*(x[None] for x in row), **mask)[0] for row in rows]), None
+
+
+@pytest.fixture
+def fa4_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package flash-attn-4."""
+    cute: Any = types.ModuleType("flash_attn.cute")
+    cute.flash_attn_func, cute.flash_attn_varlen_func = attend, attend_packed
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    monkeypatch.setattr(peers, "_check_supported", lambda *_: None)
+
+
+@pytest.mark.usefixtures("fa4_on_cpu")
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in BAND_CASES if case.n_q),
+        Case(24, 24, 16, leading=(2, 2, 2), documents=(3, 20, 1), is_causal=True),
+        Case(24, 24, 16, leading=(2, 2), documents=(24,), is_causal=True),
+    ],
+    ids=str,
+)
+def test_fa4_gets_windows_and_documents(case: Case) -> None:
+    check_case(peers.fa4, case, torch.float32, "cpu")
+
+
+@pytest.mark.usefixtures("fa4_on_cpu")
+def test_fa4_counts_documents_once_and_can_train_after_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = Documents.from_numbers(torch.arange(12).view(2, 6) // 4)
+    q = torch.randn(2, 1, 6, 8, requires_grad=True)
+    with torch.inference_mode():
+        peers.fa4(q, q, q, True, documents=documents)
+    bounds = peers.document_bounds(documents.starts)
+    assert bounds.tolist() == [0, 4, 6, 8, 12]
+    assert not bounds.is_inference()
+    monkeypatch.setattr(Tensor, "nonzero", None)  # it would wait for the GPU
+    peers.fa4(q, q, q, True, documents=documents).sum().backward()
+    assert q.grad is not None
 
 
 @pytest.mark.parametrize("name", ["sdpa_cudnn", "flex"])
@@ -167,6 +232,9 @@ def test_flex_keeps_few_block_masks_that_training_can_use_after_inference() -> N
         mask = peers._block_mask(200, 300, torch.device("cpu"), None, None)
     assert not mask.kv_indices.is_inference()
     assert peers._block_mask(200, 300, torch.device("cpu"), None, None) is mask
+    documents = Documents.from_numbers(torch.arange(200) // 70)
+    mask = peers._block_mask(200, 200, torch.device("cpu"), None, documents)
+    assert peers._block_mask(200, 200, torch.device("cpu"), None, documents) is mask
     assert peers._cached_block_mask.cache_info().maxsize is not None
 
 

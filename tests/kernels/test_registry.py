@@ -2,11 +2,14 @@
 
 import importlib.util
 import sys
+import types
+from typing import Any
 
 import pytest
 import torch
 
 from cs336_basics import model
+from cs336_basics.attention import Documents
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.attention import ATTENTION, get_attention, peers
 
@@ -49,3 +52,35 @@ def test_auto_is_pytorchs_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 2, 16, 8)
     monkeypatch.setattr(peers, "sdpa", lambda *q_k_v, **_: "sdpa")
     assert get_attention("auto")(q, q, q, True) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "device, capability, has_triton, expected",
+    [
+        ("cuda", (8, 0), True, "flash_triton"),
+        ("cuda", (7, 5), True, "sdpa"),
+        ("cuda", (9, 0), False, "sdpa"),
+        ("cpu", None, True, "sdpa"),
+    ],
+)
+def test_auto_serves_windows_and_documents_with_a_kernel_that_runs_on_the_device(
+    device: str, capability: Any, has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q: Any = types.SimpleNamespace(device=torch.device(device))
+    flash_triton = types.SimpleNamespace(flash_triton=lambda *_, **mask: ("flash_triton", mask))
+    monkeypatch.setitem(sys.modules, f"{attention.__name__}.flash_triton", flash_triton)
+    monkeypatch.setattr(peers, "sdpa", lambda *_, **mask: ("sdpa", mask))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if has_triton else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    documents = Documents.from_numbers(torch.zeros(4))
+    for mask in (dict(window=4, documents=None), dict(window=None, documents=documents)):
+        assert get_attention("auto")(q, q, q, True, **mask) == (expected, mask)
+    assert get_attention("auto")(q, q, q, True)[0] == "sdpa"
+
+
+def test_auto_compiles_without_a_graph_break() -> None:
+    q, documents = torch.randn(1, 2, 16, 8), Documents.from_numbers(torch.arange(16)[None] // 5)
+    auto = get_attention("auto")
+    compiled = torch.compile(auto, backend="eager", fullgraph=True)
+    for mask in (dict(), dict(window=3), dict(documents=documents)):
+        assert torch.equal(compiled(q, q, q, True, **mask), auto(q, q, q, True, **mask))

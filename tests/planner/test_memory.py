@@ -91,6 +91,20 @@ def test_checkpointing_keeps_inputs(policy: str, expected: tuple[int, int, int])
     assert saved_bytes(checkpointed) == (kept * whole + inputs * entry, max(0, again * whole - entry))
 
 
+def test_blocks_may_keep_attentions_output_beside_their_input() -> None:
+    """2 bytes for each of 16 x 16 numbers of the output, and 4 for each of 16 x 2 of the logsumexp."""
+    outputs, narrow = 2 * 16 * 16 + 4 * 16 * 2, dict(compile=True, compile_memory_budget=0.75)
+    for policy, count in (("block", 6), ("every_4", 2), ("first_2", 2)):
+        held, again = saved_bytes(job(activation_checkpointing=policy))
+        kept = job(activation_checkpointing=f"{policy}_but_attention")
+        assert saved_bytes(kept) == (held + count * outputs, again - outputs if again else 0)
+        assert f"{count} inputs of blocks, each with attention's output" in str(moments(kept)["the loss"])
+    # No budget limits the code of such a block, so all is there when it is recomputed.
+    without, within = (job(activation_checkpointing="block_but_attention", compile=True), job(**narrow))
+    assert saved_bytes(replace(without, compile_memory_budget=0.75)) == saved_bytes(without)
+    assert sum(block_parts(within).values()) < sum(block_parts(without).values())
+
+
 def test_state_is_16_bytes_a_parameter_at_the_end_of_backward() -> None:
     # xl's tensors are rounded up by 2.4 %, see above; the embeddings (61.04 MiB to 62) by 1.6 %.
     n = num_parameters(XL)
@@ -405,6 +419,11 @@ def test_the_peak_is_the_sum_of_its_terms_and_the_largest_moment() -> None:
         ({"strategy": "ddp"}, "strategy is 'ddp': it must be one of none"),
         ({"world_size": 2}, "strategy is 'none': it must be another than 'none' with world_size 2"),
         ({"activation_checkpointing": "every_0"}, "activation_checkpointing is 'every_0': it must be none, block"),
+        ({"activation_checkpointing": "groups_2_but_attention"}, "all but groups_K may end in _but_attention"),
+        (
+            {"activation_checkpointing": "block_but_attention", "attention": "naive"},
+            "activation_checkpointing is 'block_but_attention': it must be one without _but_attention, because",
+        ),
         ({"weight_dtype": "bf16", "precision": "fp32"}, "weight_dtype is 'bf16': it must be fp32 with precision"),
         ({"compile_memory_budget": 0.5}, "compile_memory_budget is 0.5: it must be from 0 to 1"),
         ({"loss_chunk_tokens": 0}, "loss_chunk_tokens is 0: it must be at least 1"),

@@ -67,6 +67,18 @@ def test_a_size_has_its_own_context(plan: Run) -> None:
         assert tokens(words) == "512"
 
 
+def test_other_architectures_are_planned_by_the_models_own_options(plan: Run, sections: Sections) -> None:
+    """Qwen3-0.6B, whose 596,049,920 parameters transformers counts too."""
+    sizes = "--d_model 1024 --d_ff 3072 --num_layers 28 --num_heads 16 --vocab_size 151936"
+    options = "--num_kv_heads 8 --head_dim 128 --qk_norm --tie_embeddings"
+    counts = values(sections("step", *sizes.split(), *options.split())[1])
+    assert counts["N, parameters"] == 596_049_920
+    _, out, _ = plan("memory", *sizes.split(), *options.split(), "--window", "64")
+    assert "num_kv_heads 8, head_dim 128, qk_norm True, tie_embeddings True, window 64" in out.splitlines()[1]
+    code, _, error = plan("step", *sizes.split(), "--num_kv_heads", "3")
+    assert (code, error) == (2, "cs336: num_kv_heads is 3: it must be a divisor of num_heads, 16\n")
+
+
 @pytest.mark.parametrize("command", ["memory", "step"])
 def test_the_assumptions_are_printed_first(command: str, plan: Run) -> None:
     given = ("--size", "xl", "--world_size", "2", "--compile", "--cuda_graph", "--card", "H100",

@@ -160,6 +160,18 @@ def test_checkpointing_computes_the_forward_pass_again() -> None:
     assert without["products, forward"] < all_of_them < (without["step"] - without["optimizer"]) / 3
 
 
+def test_attention_is_not_computed_again_where_its_output_is_kept() -> None:
+    terms = {t.name: t for t in step_terms(Job(shape=XL, activation_checkpointing="every_2_but_attention"), H200)}
+    assert terms["forward again"].working == "24 / 48 blocks x (12.7 + 15.03) ms of products, elementwise"
+    saved = (
+        parts(activation_checkpointing="every_2")["step"]
+        - parts(activation_checkpointing="every_2_but_attention")["step"]
+    )
+    assert saved == pytest.approx(
+        terms["attention"].value / 3.5 / 2
+    )  # half of the blocks' forward passes, 1 of 3.5 parts
+
+
 @pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
 @pytest.mark.parametrize("file", ["profile-kernels", "2.7B/profile-kernels"])
 def test_the_rate_of_mixed_types_is_that_of_the_kernel_profiles(file: str, phase: int) -> None:

@@ -22,7 +22,7 @@ from cs336_systems.bench.row import read_rows
 from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli.main import main
 from cs336_systems.cli.report import make_report
-from cs336_systems.planner.accounting import num_parameters
+from cs336_systems.planner.accounting import attention_output_bytes, num_parameters
 from cs336_systems.report.memory_profiles import memory_summary
 from cs336_systems.report.pictures import hash_in
 from cs336_systems.report.views import rows_table, write_views
@@ -149,6 +149,17 @@ def test_checkpointing_keeps_fewer_activations(tmp_path: Path) -> None:
     plain = profile(quick(tmp_path / "plain", context_length=128)).metrics
     saved = profile(quick(tmp_path / "saved", context_length=128, activation_checkpointing="block")).metrics
     assert saved["at_peak_bytes"]["activations"] < plain["at_peak_bytes"]["activations"] / 2
+
+
+def test_attentions_outputs_that_blocks_keep_are_activations(tmp_path: Path) -> None:
+    how: Any = dict(context_length=128, attention="flash_torch")
+    policies = ("block", "block_but_attention")
+    block, kept = (
+        profile(quick(tmp_path / policy, activation_checkpointing=policy, **how)).metrics["at_peak_bytes"]
+        for policy in policies
+    )
+    outputs = SHAPE.num_layers * attention_output_bytes(SHAPE, tokens=2 * 128, number_bytes=4)
+    assert kept == block | {"activations": block["activations"] + outputs}
 
 
 def test_without_warmup_the_optimizer_state_is_made_in_the_step(tmp_path: Path) -> None:

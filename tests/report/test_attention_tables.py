@@ -9,7 +9,7 @@ import pytest
 
 from cs336_systems.bench.cases.attention import KERNELS
 from cs336_systems.bench.row import Row
-from cs336_systems.report.attention_tables import ATTENTION_VIEWS, draw_heatmap, with_speedups
+from cs336_systems.report.attention_tables import with_speedups
 from cs336_systems.report.plots import KERNEL_COLORS, KERNEL_MARKERS
 from cs336_systems.report.views import VIEWS, rows_table, write_views
 
@@ -141,9 +141,9 @@ SWEEP = [
 ]
 
 
-def test_the_sweep_has_a_table_bars_and_a_heatmap(tmp_path: Path) -> None:
+def test_the_sweep_has_a_table_and_bars(tmp_path: Path) -> None:
     files = write_views(SWEEP, tmp_path)
-    names = [".md", ".csv", "-forward.png", "-heatmap.png"]
+    names = [".md", ".csv", "-forward.png"]
     assert [path.name for path in files] == [f"attention-sweep{name}" for name in names]
     assert all(path.read_bytes().startswith(PNG) for path in files if path.suffix == ".png")
     with files[1].open() as file:
@@ -156,24 +156,6 @@ def test_the_sweep_has_a_table_bars_and_a_heatmap(tmp_path: Path) -> None:
         ("64:64", "", "", "error"),
     ]
     assert "| bf16 | 64:64 | sdpa | failed |" in files[0].read_text()
-
-
-def test_the_heatmap_shows_time_speedup_and_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
-    draw_heatmap(ATTENTION_VIEWS["attention-sweep"].derive(SWEEP[1:]), tmp_path)
-    axes = figures[0].axes[0]
-    said = {text.get_position(): text.get_text() for text in axes.texts}
-    assert said == {(0, 0): "8 ms\n1.00x", (0, 1): "2 ms\n4.00x", (1, 0): "1 ms\n1.00x", (1, 1): "failed"}
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["256:128", "64:64"]
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["naive", "sdpa"]
-
-
-@pytest.mark.parametrize("rows", [SWEEP[:1], SWEEP[4:]], ids=["one rectangle", "a failure"])
-def test_the_sweep_draws_a_single_row(rows: list[Row], tmp_path: Path) -> None:
-    assert (tmp_path / "attention-sweep-heatmap.png") in write_views(rows, tmp_path)
 
 
 def test_attention_views_have_distinct_columns() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,18 +10,22 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_basics.attention import scaled_dot_product_attention
+from cs336_basics.attention import scaled_dot_product_attention, visible_keys
 from cs336_basics.model import TransformerLM
 from cs336_basics.optimizer import AdamW
 from cs336_basics.shape import ModelShape
 from cs336_systems.bench.instruments.live_bytes import LiveBytes
 from cs336_systems.config.model import MODEL_SIZES, ModelConfig
+from cs336_systems.config.run import TrainConfig
+from cs336_systems.kernels.attention import get_attention
 from cs336_systems.kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from cs336_systems.planner.accounting import (
     activation_bytes,
+    attention_output_bytes,
     attention_product_flops,
     best_group,
     block_bytes,
+    bytes_of_kinds,
     checkpointed_activation_bytes,
     forward_flops,
     gradient_bytes,
@@ -29,11 +34,15 @@ from cs336_systems.planner.accounting import (
     matmul_parameters,
     naive_attention_bytes,
     num_parameters,
+    sizes_of,
     softmax_flops,
+    tensors,
     training_flops,
     weight_copy_bytes,
 )
-from cs336_systems.training.build import cast_weights
+from cs336_systems.planner.communication import num_calls
+from cs336_systems.planner.job import Job
+from cs336_systems.training.build import cast_weights, narrow_matrices, prepare_blocks
 
 
 def shape_of(vocab: int, context: int, d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelShape:
@@ -54,6 +63,16 @@ SHAPES = [
     shape_of(1, 1, 2, 1, 1, 1),
     shape_of(1000, 64, 48, 130, 5, 4),
 ]
+
+
+SMALL = SHAPES[0]
+OPTIONS: list[dict[str, Any]] = [
+    dict(num_heads=4, num_kv_heads=2),
+    dict(head_dim=20, qk_norm=True),
+    dict(tie_embeddings=True),
+    dict(num_heads=4, num_kv_heads=1, head_dim=6, qk_norm=True, tie_embeddings=True, num_layers=3),
+]
+OTHERS = [dataclasses.replace(SMALL, **options) for options in OPTIONS]
 
 
 def no_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -80,15 +99,33 @@ def counted_flops(shape: ModelShape, batch: int, length: int, attention: Any, ba
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *(ModelConfig(size=size).shape for size in MODEL_SIZES)])
-def test_num_parameters_equals_the_model(shape: ModelShape) -> None:
-    assert num_parameters(shape) == sum(p.numel() for p in model_of(shape).parameters())
+@pytest.mark.parametrize("shape", [*SHAPES, *OTHERS, *(ModelConfig(size=size).shape for size in MODEL_SIZES)])
+def test_the_parameters_are_those_of_the_model(shape: ModelShape) -> None:
+    parameters = list(model_of(shape).parameters())
+    assert num_parameters(shape) == sum(p.numel() for p in parameters)
+    counted: Counter[tuple[int, ...]] = Counter()
+    for _, count, *sides in tensors(shape):
+        counted[tuple(sorted(sides))] += count
+    assert counted == Counter(tuple(sorted((*p.shape, 1)[:2])) for p in parameters)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
+def test_the_kinds_of_parameters_have_the_types_that_training_gives_them(shape: ModelShape) -> None:
+    job = Job(shape=shape, precision="bf16", fused=True)
+    model = TransformerLM(**dataclasses.asdict(shape))
+    narrow_matrices(model, TrainConfig(max_steps=1, precision="bf16"))
+    sizes = sizes_of(job.weight_dtypes)
+    assert bytes_of_kinds(shape, sizes)[2] == sum(p.nbytes for p in model.parameters())
+    each_by_itself = dataclasses.replace(job, strategy="naive", world_size=2)
+    assert num_calls(each_by_itself) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
 def test_matmul_parameters_are_those_of_the_linear_layers(shape: ModelShape) -> None:
     model = model_of(shape)
-    others = {"token_embeddings.weight"} | {name for name, p in model.named_parameters() if p.ndim == 1}
+    others = {name for name, p in model.named_parameters() if p.ndim == 1}
+    if not shape.tie_embeddings:
+        others.add("token_embeddings.weight")
     assert matmul_parameters(shape) == sum(p.numel() for name, p in model.named_parameters() if name not in others)
 
 
@@ -155,6 +192,17 @@ def test_the_products_of_dense_attention_equal_its_share_of_flops(shape: ModelSh
     length = shape.context_length
     added = counted_flops(shape, 3, length, whole_square) - counted_flops(shape, 3, length, no_attention)
     assert 2 * attention_product_flops(shape, 3, length) == added
+
+
+@pytest.mark.parametrize("window, every", [(3, 1), (3, 2), (8, 1), (100, 1)])
+def test_windows_leave_the_scores_that_are_visible(window: int, every: int) -> None:
+    shape = dataclasses.replace(SHAPES[3], window=window, window_every=every)
+    blocks = [window if i % every == 0 else None for i in range(shape.num_layers)]
+    pairs = sum(int(visible_keys(8, 8, torch.device("cpu"), each).sum()) for each in blocks)
+    surplus = sum(min(8, each or 8) / 2 for each in blocks)  # n^2 / 2 for a triangle of n (n + 1) / 2
+    weights = 2 * matmul_parameters(shape) * 3 * 8
+    counted = forward_flops(shape, 3, 8) - weights
+    assert counted == 3 * shape.num_heads * 4 * shape.head_size * (pairs - surplus)
 
 
 def test_softmax_operations_worked_out_by_hand() -> None:
@@ -246,6 +294,29 @@ def test_activations_kept_after_forward(checkpointed: tuple[str, int] | None, in
     held, peak = checkpointed_activation_bytes(*how, checkpointed)
     assert held == inputs * 4 * STREAM + blocks * block_bytes(*how) + head_bytes(*how[:4])
     assert peak >= held
+
+
+def test_attentions_output_and_logsumexp_are_kept_beside_the_input() -> None:
+    how, layers = (BLOCK, 2, 3, "bf16", "sdpa"), BLOCK.num_layers
+    (held, peak), (more, higher) = (
+        checkpointed_activation_bytes(*how, ("every", 1), keeps_attention=kept) for kept in (False, True)
+    )
+    outputs = 2 * STREAM + 4 * 2 * 3 * BLOCK.num_heads
+    assert more - held == higher - peak == layers * outputs
+
+
+@pytest.mark.parametrize("options", [dict(num_kv_heads=1), dict(head_dim=6)], ids=str)
+def test_the_output_that_is_kept_is_as_wide_as_all_query_heads(options: dict[str, Any]) -> None:
+    shape, held = dataclasses.replace(BLOCK, **options), []
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    for policy in ("block", "block_but_attention"):
+        model = TransformerLM(**dataclasses.asdict(shape), attention=get_attention("sdpa"))
+        prepare_blocks(model, TrainConfig(activation_checkpointing=policy))
+        with LiveBytes() as live:
+            loss = model(tokens, targets=tokens)
+            held.append(live.now)
+        loss.backward()
+    assert held[1] - held[0] == shape.num_layers * attention_output_bytes(shape, TOKENS, 4)
 
 
 @pytest.mark.parametrize(

@@ -241,10 +241,13 @@ def test_training_tokens_elsewhere_have_no_default_tokenizer() -> None:
         ("every_12", ("every", 12)),
         ("groups_3", ("groups", 3)),
         ("first_7", ("first", 7)),
+        ("block_but_attention", ("every", 1)),
+        ("first_7_but_attention", ("first", 7)),
     ],
 )
 def test_a_policy_of_checkpointing_is_a_kind_and_a_number(policy: str, checkpointed: tuple[str, int] | None) -> None:
-    assert TrainConfig(activation_checkpointing=policy).checkpointed == checkpointed
+    config = TrainConfig(activation_checkpointing=policy)
+    assert (config.checkpointed, config.keeps_attention) == (checkpointed, "attention" in policy)
 
 
 @pytest.mark.parametrize("policy", ["first_3", "every_3", "groups_3"])

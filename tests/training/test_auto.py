@@ -55,6 +55,8 @@ def test_what_is_asked_for_stays(asked: bool, tmp_path: Path) -> None:
         (dict(model=dict(attention="mine:own")), "model.attention is mine:own"),
         (dict(model=dict(attention="flash_torch")), None),
         (dict(model=dict(attention="flash_torch", window=4)), "model.attention is flash_torch"),
+        (dict(model=dict(attention="fa4", window=4)), None),
+        (dict(model=dict(attention="fa4"), data=dict(documents=True, source="stories")), "model.attention is fa4"),
         (dict(model=dict(attention="flash_triton", window=4), data=dict(documents=True, source="stories")), None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Building a model for training: the type of its weights, the loss in chunks, activations kept or computed again."""
+"""Building a model for training: the type of its weights, the loss in chunks, and the type of gradients."""
 
 import dataclasses
 import functools
@@ -7,23 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import min_cut_rematerialization_partition, nop
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from cs336_basics.model import RotaryEmbedding, TransformerLM
 from cs336_systems.config.run import RunConfig, TrainConfig
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.parallel.ddp import DDP
 from cs336_systems.parallel.fsdp import FSDP
-from cs336_systems.training.build import cast_weights, compile_model, wrap_model
+from cs336_systems.training.build import cast_weights, prepare_blocks, wrap_model
 from cs336_systems.training.load import load_model
-from cs336_systems.training.loop import Trainer
 from cs336_systems.training.pipeline import train
 
-from .helpers import assert_same_tensors, make_config, random_tokens, tiny_trainer, weights_of
+from .helpers import make_config, random_tokens, tiny_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -139,56 +134,11 @@ def test_impossible_training_settings_are_refused(fields: Any, message: str) -> 
         TrainConfig(**fields)
 
 
-def partition(joint: Any, inputs: Any, **how: Any) -> Any:
-    """Inductor's choice of activations to keep, made after its own passes over the graph."""
-    joint_graph_passes(joint)
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
-
-
-INDUCTOR_WITHOUT_ITS_CODE = aot_autograd(fw_compiler=nop, partition_fn=partition, decompositions=select_decomp_table())
-
-
-def saved_numbers(budget: float) -> tuple[int, Tensor]:
-    """How many numbers a compiled block keeps for backward, besides its weights, and the gradient of its input."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = TransformerLM(8, 64, 32, 1, 2, 64, attention=get_attention("sdpa"))
-    compile_model(model, budget)
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    saved: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes() // t.itemsize
-        return t
-
-    x = torch.randn(2, 64, 32, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = model.layers[0](x)
-    y.square().sum().backward()
-    assert x.grad is not None
-    return sum(saved.values()), x.grad
-
-
-def test_below_a_budget_of_one_a_compiled_block_keeps_only_the_results_of_its_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Recomputed: 3 of 9 tensors of T d numbers (norms, attention by tokens), 1 of 3 of T d_ff (the gated product)."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
-    (everything, truth), (less, gradient) = (saved_numbers(budget) for budget in (1.0, 0.75))
-    td, tf, inverse_rms, logsumexp = 2 * 64 * 32, 2 * 64 * 64, 2 * 2 * 64, 2 * 2 * 64
-    assert everything == 9 * td + 3 * tf + inverse_rms + logsumexp
-    assert less == 6 * td + 2 * tf + inverse_rms + logsumexp
-    torch.testing.assert_close(gradient, truth, rtol=1e-4, atol=1e-5)
-
-
 def gradients_under_autocast(dtype: torch.dtype, compile: bool) -> list[Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = TransformerLM(8, 64, 32, 1, 2, 64, attention=get_attention("naive"))
-    if compile:
-        compile_model(model)
+    prepare_blocks(model, TrainConfig(compile=compile))
 
     def step() -> None:
         with torch.autocast("cpu", dtype):
@@ -210,71 +160,3 @@ def test_a_compiled_backward_pass_computes_in_the_types_of_the_uncompiled_one(
     eager, compiled = (gradients_under_autocast(dtype, compile) for compile in (False, True))
     assert len(eager) == 12
     assert all(map(torch.equal, compiled, eager))
-
-
-# Activation checkpointing
-
-
-def blocks_computed(trainer: Trainer) -> int:
-    """How often a block's attention runs in a step."""
-    calls = []
-    handles = [layer.attn.register_forward_hook(lambda *_: calls.append(1)) for layer in trainer.model.layers]
-    trainer.train_step()
-    for handle in handles:
-        handle.remove()
-    return len(calls)
-
-
-@pytest.mark.parametrize(
-    "kind, again",
-    [
-        ("none", 0),
-        ("block", 5),
-        ("every_1", 5),
-        ("every_2", 3),
-        ("every_5", 1),
-        ("groups_1", 5),
-        ("groups_2", 5),
-        ("groups_5", 5),
-        ("first_2", 2),
-        ("first_5", 5),
-    ],
-)
-def test_checkpointed_blocks_are_computed_again_and_give_the_same_weights(kind: str, again: int, tmp_path: Any) -> None:
-    weights, losses = [], []
-    for activation_checkpointing in ("none", kind):
-        train = dict(activation_checkpointing=activation_checkpointing)
-        with tiny_trainer(make_config(tmp_path, train=train, model=dict(num_layers=5))) as trainer:
-            computed = blocks_computed(trainer)
-            losses.append(trainer.train_step()["loss"])
-            weights.append(weights_of(trainer))
-    assert computed == 5 + again
-    assert losses[0] == losses[1]
-    assert_same_tensors(*weights)
-
-
-@pytest.mark.parametrize(
-    "kind, kept",
-    [("none", 4 * 5), ("block", 5), ("every_2", 3 + 4 * 2), ("groups_2", 3), ("groups_5", 1), ("first_2", 2 + 4 * 3)],
-)
-def test_a_group_of_checkpointed_blocks_keeps_only_its_input(kind: str, kept: int, tmp_path: Any) -> None:
-    """Counts the saved tensors as large as the input. A block saves 4: the inputs and the outputs of its norms."""
-    train = dict(activation_checkpointing=kind)
-    tokens = torch.zeros(3, 16, dtype=torch.long)
-    saved: dict[int, Tensor] = {}
-    with tiny_trainer(make_config(tmp_path, train=train, model=dict(num_layers=5))) as trainer:
-        x = trainer.model.token_embeddings(tokens)
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
-        with hooks:
-            trainer.model.through_blocks(x)
-    assert len([t for t in saved.values() if t.shape == x.shape]) == kept
-
-
-@pytest.mark.parametrize(
-    "kind", ["", "every_0", "every_-1", "every_x", "blocks", "every_", "groups_0", "groups", "group_2"]
-)
-def test_an_unknown_kind_of_activation_checkpointing_is_refused(kind: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"train\.activation_checkpointing is .* none, block, first_K, every_K or groups_K"
-    ):
-        TrainConfig(activation_checkpointing=kind)

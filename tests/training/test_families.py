@@ -17,6 +17,7 @@ from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.cli.main import run_command
 from cs336_systems.cli.train import load_config, parse_run_config
 from cs336_systems.config.run import RunConfig
+from cs336_systems.kernels.attention import get_attention
 from cs336_systems.training import train
 from cs336_systems.training.evaluate import score_documents
 from cs336_systems.training.load import export_run, load_model
@@ -117,6 +118,19 @@ def test_every_way_of_training_keeps_attention_within_documents(
     for strategy in ("fsdp", "overlap"):
         for found in run_ranks(losses_of_documents, 2, tmp_path, dict(strategy=strategy, devices=2), {}):
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["auto", "naive", "flash_torch"])
+def test_documents_of_an_evaluation_in_inference_mode_do_not_reach_training(attention: str, tmp_path: Path) -> None:
+    data = dict(documents=True, source="stories")
+    config = make_config(tmp_path, model=WINDOWED | dict(attention=attention), data=data)
+    model = TransformerLM(**dataclasses.asdict(config.model.shape), attention=get_attention(attention))
+    with contextlib.closing(Trainer(config, model, random_tokens() % 6, "cpu", end_of_text=3)) as trainer:
+        with torch.inference_mode():
+            trainer.evaluate(random_tokens(300, seed=1) % 6)
+        before = trainer.model.lm_head.weight.clone()
+        trainer.train_step()
+        assert not torch.equal(trainer.model.lm_head.weight, before)
 
 
 def test_documents_need_the_tokenizers_end_of_text(tmp_path: Path) -> None:

@@ -40,6 +40,23 @@ def test_recorded_step_gives_the_same_losses_bit_for_bit(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("kernel", ["flash_triton", "auto"])
+def test_blocks_that_keep_attentions_outputs_learn_the_same(
+    kernel: str, cuda_graph: bool, compile: bool, tmp_path: Path
+) -> None:
+    """To the bit unless they are compiled: the compiler fuses what it computes again with what reads it."""
+    losses = []
+    for policy in ("none", "first_1_but_attention"):
+        how = dict(precision="bf16", compile=compile, activation_checkpointing=policy, max_steps=5)
+        model = dict(d_model=128, num_layers=2, attention=kernel)
+        result = train(config(tmp_path / policy, cuda_graph, model=model, train=how))
+        losses.append([row["loss"] for row in read_metrics(Path(result.run_dir) / "metrics.jsonl") if "loss" in row])
+    assert losses[0] == (pytest.approx(losses[1], rel=1e-3) if compile else losses[1])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", list(ATTENTION))
 def test_every_attention_kernel_can_be_recorded(kernel: str, tmp_path: Path) -> None:
     try:

@@ -3,9 +3,9 @@
 A group of K blocks keeps only its input; the backward pass has one whole group in memory at a time. Small groups keep
 many inputs, large groups need much memory at once, and all cost one more forward pass. If a block were as small as its
 input, the optimum would be the square root of the number of blocks; a block is ten times as large, so the best groups
-are small. Rows have the measured memory beside the count of `accounting.checkpointed_activation_bytes`. Eager blocks
-under autocast have a floor that no checkpointing lowers: autocast keeps a copy of all weights until the forward pass
-ends. Compiled blocks cast inside.
+are small. Blocks may also keep attention's outputs, which are small for the time that they take. Rows have the measured
+memory beside the count of `accounting.checkpointed_activation_bytes`. Eager blocks under autocast have a floor that no
+checkpointing lowers: autocast keeps a copy of all weights until the forward pass ends. Compiled blocks cast inside.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import torch
 
 from cs336_basics.shape import ModelShape
 
-from ...config.checks import require_at_least
+from ...config.checks import BUT_ATTENTION, require_at_least
 from ...machine.hardware import requested_gpu_bytes, select_device
 from ...planner.accounting import best_group
 from ...planner.activations import counted_activations
@@ -43,10 +43,12 @@ class CheckpointingBench(ModelBench):
     precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", sweep=("fp32", "bf16"), quick="fp32")
     attention: str = swept("flash_triton", sweep=("naive", "flash_triton"), quick="flash_torch")
     activation_checkpointing: str = swept(
-        "none", "block", "every_2", "every_4", *(f"groups_{k}" for k in (2, 3, 4, 6, 8, 12, 16, 24, 48)),
-        quick=("none", "block", "every_2", "groups_2", "groups_3", "groups_4", "groups_8"),
+        "none", "block", "block_but_attention", "every_2", "every_4",
+        *(f"groups_{k}" for k in (2, 3, 4, 6, 8, 12, 16, 24, 48)),
+        quick=("none", "block", "block_but_attention", "every_2", "groups_2", "groups_3", "groups_4", "groups_8"),
     )  # fmt: skip
-    """none; block: groups of one; first_K: the first K blocks; every_K: every K-th; groups_K: K blocks together."""
+    """none; block: groups of one; first_K: the first K blocks; every_K: every K-th; groups_K: K blocks together;
+    block_but_attention, and so on: attention's outputs are kept too."""
     warmup: int = swept(3, quick=1)
 
     def __post_init__(self) -> None:
@@ -109,7 +111,8 @@ def measure_all(case: Case, configs: Sequence[CheckpointingBench]) -> Iterable[R
     """Rows, each with its policy, its K (null without checkpointing) and the counted memory, even after an oom."""
     for config in configs:
         kind, k = config.train_config.checkpointed or ("none", None)
-        policy = {"policy": "groups" if k == 1 else kind, "K": k}
+        kept = BUT_ATTENTION if config.train_config.keeps_attention else ""
+        policy = {"policy": "groups" if k == 1 and not kept else kind + kept, "K": k}
         for row in each(measure)(case, [config]):
             yield replace(row, config={**row.config, **policy}, metrics={**row.metrics, **_counted(config)})
 

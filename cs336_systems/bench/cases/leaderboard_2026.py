@@ -59,7 +59,8 @@ class Leaderboard2026Bench(StepBench):
     activation_checkpointing: str = swept(
         "first_2", sweep=("none", "first_2", "first_4", "first_6", "first_12", "block"), quick="first_1"
     )
-    """none; block; first_K: the first K blocks; every_K: every K-th block; groups_K: K blocks together."""
+    """none; block; first_K: the first K blocks; every_K: every K-th block; groups_K: K blocks together;
+    first_K_but_attention, and so on: attention's outputs are kept too."""
     compile: bool = swept(True, sweep=(True, False), quick=False)
     """Compile the blocks and the loss of a chunk."""
     compile_memory_budget: float = swept(0.75, sweep=(1.0, 0.75), quick=1.0)

@@ -1,12 +1,15 @@
 """The attention kernels by name. All follow the contract of `cs336_basics.attention.scaled_dot_product_attention`."""
 
-import importlib
+import contextlib
+import importlib.util
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cs336_basics.attention import Attention, Documents
 
@@ -65,16 +68,27 @@ def _auto(
     window: int | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """sdpa, but on a GPU flash_triton for a window and documents: PyTorch's kernels would compute what they hide."""
-    name = "sdpa" if (window is None and documents is None) or not q.is_cuda else "flash_triton"
-    return ATTENTION[name](q, k, v, is_causal, window=window, documents=documents)
+    """sdpa, but flash_triton for a window and documents where it runs: sdpa would compute what they hide."""
+    # Statements, because the compiler traces no other kind of import.
+    if (window is None and documents is None) or not _runs_flash_triton(q.device):
+        from .peers import sdpa as attention
+    else:
+        from .flash_triton import flash_triton as attention
+    return attention(q, k, v, is_causal, window=window, documents=documents)
+
+
+@torch.compiler.assume_constant_result  # nor can compiled code ask the card
+def _runs_flash_triton(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def get_attention(name: str) -> Attention:
     """The kernel registered as `name`, or your own at "module:function". "auto" leaves the choice to PyTorch.
 
     On an H200 PyTorch chooses cuDNN, which is ahead of flash_triton in the rows of results/h200/kernels.jsonl. On a CPU
-    no kernel here is faster. Windows and documents are flash_triton's on a GPU.
+    no kernel here is faster. Windows and documents are flash_triton's on a GPU on which it runs.
 
     Raises ValueError naming `model.attention` if no kernel has the name or its module cannot be imported. A kernel that
     needs a GPU or a package raises its error when it is called; `check_attention` calls it.
@@ -92,6 +106,12 @@ def get_attention(name: str) -> Attention:
         raise ValueError(f"model.attention is {name!r}, which cannot be imported here: {error}") from error
 
 
+def is_attention(operator: Any) -> bool:
+    """Whether an operator computes attention's output: that of a `flash_function`, or one of PyTorch's."""
+    pattern = r"cs336::\w+_forward|aten::_scaled_dot_product_\w+(?<!_backward)"
+    return re.fullmatch(pattern, operator.name()) is not None
+
+
 def check_attention(
     name: str,
     head_size: int,
@@ -100,10 +120,11 @@ def check_attention(
     group: int = 1,
     has_window: bool = False,
     has_documents: bool = False,
+    is_kept: bool = False,
 ) -> None:
     """Call the kernel once on small tensors. Raises ValueError naming `model.attention` if it cannot serve them.
 
-    group: query heads for each head of keys and values.
+    group: query heads for each head of keys and values. is_kept: checkpointing must be able to keep its outputs.
     """
     attention = get_attention(name)
     q = torch.zeros(1, group, 16, head_size, device=device, dtype=dtype)
@@ -117,9 +138,18 @@ def check_attention(
             field = {"window": "model.window", "documents": "data.documents"}[argument]
             accepted = f"a kernel with the argument {argument}, such as auto or flash_torch, because {field} is set"
             require(False, "model.attention", name, accepted)
+    seen: list[bool] = []
+
+    def note(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(is_attention(operator))
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
     try:
-        o = attention(q, q[:, :1], q[:, :1], True, **limits)
+        with create_selective_checkpoint_contexts(note)[0] if is_kept else contextlib.nullcontext():
+            o = attention(q, q[:, :1], q[:, :1], True, **limits)
     except Exception as error:  # a kernel from outside may raise anything
         raise ValueError(f"model.attention is {name!r}, which cannot be used here: {error}") from error
     is_like_q = isinstance(o, Tensor) and (o.shape, o.dtype) == (q.shape, q.dtype)
     require(is_like_q, "model.attention", name, "a function that returns a tensor of q's shape and dtype")
+    accepted = "one operator, such as auto or flash_torch, for train.activation_checkpointing to keep its outputs"
+    require(not is_kept or any(seen), "model.attention", name, accepted)

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -86,7 +87,7 @@ def flex(
     window: int | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """PyTorch's FlexAttention, compiled for every shape; a mask is one of its block masks, cached without documents.
+    """PyTorch's FlexAttention, compiled for every shape; a mask is one of its block masks, which are cached.
 
     Raises ValueError for inputs that it does not serve: devices other than CUDA, float64, head sizes below 16 and above
     256, and no queries or no keys. Beyond 256 shapes it raises PyTorch's error, because running eagerly would hold all
@@ -99,26 +100,52 @@ def flex(
     return _flex(q, k, v, is_causal, window, documents)
 
 
-def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, *, window: int | None = None) -> Tensor:
-    """FlashAttention-4 (the package flash-attn-4), written in CuTe-DSL.
+def fa4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    *,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """FlashAttention-4 (the package flash-attn-4), written in CuTe-DSL. Documents are its sequences of varying length.
+
+    The host must know the number of documents, so the first call with new documents waits for the GPU.
 
     Raises ImportError if the package is not installed, and ValueError for inputs that it does not serve: devices other
     than CUDA, dtypes other than float16 and bfloat16, head sizes that are not a multiple of 8 up to 256, no queries or
     no keys, and causal attention with N_q != N_k, which it aligns at the bottom right.
     """
     try:
-        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
         raise ImportError(f"fa4 needs the package flash-attn-4: {error}") from error
     _check_supported("fa4", q, k, v, is_causal)
     if q.shape[-1] % 8:
         raise ValueError(f"q has head size {q.shape[-1]}: fa4 serves multiples of 8")
-    check_band(q, k, is_causal, band_of(window, None))
-    to_its_sides = (None, None) if window is None else (window - 1, 0)
-    by_position = (as_4d(x).transpose(1, 2) for x in (q, k, v))  # (B, N, H, D)
-    result = flash_attn_func(*by_position, causal=is_causal, window_size=to_its_sides)
+    check_band(q, k, is_causal, band_of(window, documents))
+    mask: dict[str, Any] = dict(causal=is_causal, window_size=(None, None) if window is None else (window - 1, 0))
+    by_position = [as_4d(x).transpose(1, 2) for x in (q, k, v)]  # (B, N, H, D)
+    if documents is None:
+        result = flash_attn_func(*by_position, **mask)
+    else:
+        packed, n = (x.flatten(0, 1) for x in by_position), q.shape[-2]  # no document is longer than n
+        bounds = document_bounds(documents.starts)
+        lengths = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=n, max_seqlen_k=n)
+        result = flash_attn_varlen_func(*packed, **lengths, **mask)
     o = result[0] if isinstance(result, tuple) else result  # some versions also return the logsumexp
-    return o.transpose(1, 2).reshape(q.shape)
+    return o.reshape(by_position[0].shape).transpose(1, 2).reshape(q.shape)
+
+
+@torch.compiler.disable  # the compiler would ignore the cache
+@functools.lru_cache(maxsize=1)  # all layers get the same tensor
+def document_bounds(starts: Int[Tensor, "... N"]) -> Int[Tensor, "documents_and_1"]:
+    """Where each document begins if all sequences stand one after another, and where the last one ends. int32."""
+    with torch.inference_mode(False):  # a tensor created in inference mode could not be used in training later
+        is_first = starts == torch.arange(starts.shape[-1], device=starts.device)
+        firsts = is_first.flatten().nonzero().flatten()
+        return torch.nn.functional.pad(firsts, (0, 1), value=starts.numel()).int()
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None = None) -> Tensor:
@@ -194,15 +221,17 @@ def _compiled_flex() -> Any:
 
 
 def _block_mask(n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None) -> Any:
-    if documents is not None or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return _new_block_mask(n_q, n_k, device, window, documents)  # a fake mask must not be cached
-    return _cached_block_mask(n_q, n_k, device, window)
+    return _cached_block_mask(n_q, n_k, device, window, documents)
 
 
-@functools.lru_cache(maxsize=8)
-def _cached_block_mask(n_q: int, n_k: int, device: torch.device, window: int | None) -> Any:
+@functools.lru_cache(maxsize=8)  # all layers get the same documents
+def _cached_block_mask(
+    n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None
+) -> Any:
     with torch.inference_mode(False):  # a tensor created in inference mode could not be used in training later
-        return _new_block_mask(n_q, n_k, device, window, None)
+        return _new_block_mask(n_q, n_k, device, window, documents)
 
 
 def _new_block_mask(n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None) -> Any:
