@@ -62,8 +62,8 @@ def write_tokens(
 ) -> TokenFileInfo:
     """Write a stream of lists of token IDs as a token file with its sidecar, without holding it in memory.
 
-    Both files appear complete or not at all; the sidecar is written last. Raises ValueError for an ID that is not an
-    integer from 0 to vocab_size - 1, and OSError naming the file.
+    Both files appear complete or not at all; the sidecar is written last. Raises ValueError for an ID that is not from
+    0 to vocab_size - 1, and OSError naming the file.
     """
     dtype = token_dtype(vocab_size)
     count, sidecar = 0, sidecar_path(path)
@@ -73,10 +73,6 @@ def write_tokens(
             _write_header(file, 0, dtype)
             for chunk in chunks:
                 ids = np.asarray(chunk)
-                if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-                    raise ValueError(
-                        f"tokens for {path} are {ids.dtype} of shape {ids.shape}: they must be lists of integers"
-                    )
                 wrong = ids[(ids < 0) | (ids >= vocab_size)]
                 if wrong.size:
                     raise ValueError(f"token ID {wrong[0]} for {path}: it must be from 0 to {vocab_size - 1}")
@@ -113,7 +109,7 @@ def read_info(path: str | os.PathLike[str]) -> TokenFileInfo:
         raise ValueError(f"token sidecar {sidecar} must be a JSON object with {names}: {error}") from error
 
 
-def load_tokens(path: str | os.PathLike[str], vocab_size: int, min_count: int = 1) -> npt.NDArray[np.unsignedinteger]:
+def load_tokens(path: str | os.PathLike[str], vocab_size: int) -> npt.NDArray[np.unsignedinteger]:
     """Memory-map a token file and check all of it: dtype, count, and that every ID is below vocab_size.
 
     Also works without a sidecar (for an array from elsewhere). Raises FileNotFoundError or ValueError naming the file
@@ -132,8 +128,6 @@ def load_tokens(path: str | os.PathLike[str], vocab_size: int, min_count: int = 
         )
     if has_sidecar(path) and (expected := read_info(path).count) != len(tokens):
         raise ValueError(f"token file {path} holds {len(tokens)} tokens but its sidecar says {expected}")
-    if len(tokens) < min_count:
-        raise ValueError(f"token file {path} holds {len(tokens)} tokens: at least {min_count} are needed")
     for start in range(0, len(tokens), 1 << 24):
         block = tokens[start : start + (1 << 24)]
         if block.max() >= vocab_size:

@@ -57,8 +57,8 @@ def read_utf8(
 ) -> Iterator[str]:
     """Yield the text of bytes start to end of a file (end None: to its end), in pieces of about a megabyte.
 
-    Raises FileNotFoundError or ValueError with name and path if it is missing, not a regular file, not readable, empty,
-    or not UTF-8 (with the offset of the first invalid byte).
+    Raises FileNotFoundError or ValueError with name and path if it is missing, not a regular file, empty, or not UTF-8
+    (with the offset of the first invalid byte).
     """
     path = Path(path)
     if not path.exists():
@@ -69,20 +69,13 @@ def read_utf8(
     if size == 0:
         raise ValueError(f"{name} {path} is empty")
     end = size if end is None else min(end, size)
-    try:
-        file = path.open("rb")
-    except PermissionError as error:
-        raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from error
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with file:
+    with path.open("rb") as file:
         file.seek(start)
         position = start
         while position < end:
             pending = len(decoder.getstate()[0])  # bytes of an incomplete character, left from the previous read
-            try:
-                block = file.read(min(_READ_BYTES, end - position))
-            except OSError as error:  # name this file here, because the caller would name the file that it writes
-                raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from error
+            block = file.read(min(_READ_BYTES, end - position))
             if not block:
                 raise ValueError(f"{name} {path} became shorter while it was read")
             try:

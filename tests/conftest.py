@@ -4,6 +4,7 @@ Without a GPU, Triton's kernels run in its interpreter, which has to be said bef
 """
 
 import collections
+import dataclasses
 import functools
 import logging
 import os
@@ -56,7 +57,8 @@ def _hear_signals() -> None:
 def _spare_the_interpreter() -> None:
     """Triton prepares all of triton.language for each call of a function in a kernel it interprets: once will do.
 
-    So with its table of types, which it makes for each conversion.
+    So with its table of types, which it makes for each conversion. And it looks for overflows of integers, with ten
+    operations for one, but does not report them.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -67,6 +69,8 @@ def _spare_the_interpreter() -> None:
             return in_full(function)
         return interpreter._LangPatchScope()  # nothing to take back
 
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = patch
     if hasattr(interpreter, "_get_np_dtype"):

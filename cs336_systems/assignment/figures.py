@@ -257,14 +257,7 @@ def mean_std(times: Mapping[str, float]) -> str:
     return f"{times['mean']:,.{decimals}f} ± {times['std']:.{decimals}f}"
 
 
-def share_of_mean(times: Mapping[str, float]) -> float:
-    """The standard deviation of a time as a share of its mean."""
-    return times["std"] / times["mean"]
-
-
-FORMATS = {
-    each.__name__: each for each in (number, three_digits, ms, gib, mib, percent, times, span, mean_std, share_of_mean)
-}
+FORMATS = {each.__name__: each for each in (number, three_digits, ms, gib, mib, percent, times, span, mean_std)}
 
 
 def plan(command: str, **options: Any) -> list[Section]:

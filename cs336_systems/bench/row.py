@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import math
@@ -47,18 +48,6 @@ def exit_code(rows: Sequence[Row]) -> int:
     return int(bool(rows) and all(row.status == "error" for row in rows))
 
 
-def check_row_file(path: str | os.PathLike[str]) -> Path:
-    """Return the path if rows can be appended to the file. Raises ValueError naming `out` if they cannot."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+", buffering=0) as file:
-            file.seek(0, os.SEEK_END)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ValueError(f"out is {str(path)!r}: it must be a file that can be written ({reason})") from error
-    return Path(path)
-
-
 def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
     """Append a row to a JSON Lines file. If it cannot be written whole, nothing of it stays in the file.
 
@@ -95,10 +84,7 @@ def _held(path: Path) -> Iterator[Any]:
     """Open a file to append, locked against other processes, and again if one of them has replaced it meanwhile."""
     while True:
         with path.open("ab+", buffering=0) as file:  # closing must not repeat a failed write
-            with contextlib.suppress(ImportError):  # no fcntl on Windows
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 yield file
                 return
@@ -106,11 +92,11 @@ def _held(path: Path) -> Iterator[Any]:
 
 def _is_cut(line: bytes) -> bool:
     """Whether the last line of a file is an incomplete row, as a killed process leaves it."""
-    if not line or not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
+    if not line or not line.startswith(_BEGIN[: len(line)]):
         return False
     try:
         json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return True
     return False
 

@@ -45,10 +45,9 @@ class Worker:
             environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, place, environ))
         resource_tracker.ensure_running()  # the server needs it; starting it unblocks interrupts
-        with _later(), no_interrupts_inherited():  # a terminal's Ctrl-C is for this process, not for the server
+        with no_interrupts_inherited():  # a terminal's Ctrl-C is for this process, not for the server
             forkserver.ensure_running()
-        with _later():  # half a request would make the server print a traceback
-            self._process.start()
+        self._process.start()
         theirs.close()
         lifeline.close()
 
@@ -80,25 +79,6 @@ class Worker:
             self.kill()
             self._process.join()
         self._stack.close()
-
-
-@contextlib.contextmanager
-def _later() -> Iterator[None]:
-    """Delay signals that would end this process until the block is over."""
-    # Handlers and no mask, which holds for one thread: another one, such as a progress bar's, would get the signal.
-    came: list[int] = []
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # handlers can be set and run only there
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        for ours, handler in before.items():
-            signal.signal(ours, handler)
-        for one in dict.fromkeys(came):
-            signal.raise_signal(one)
 
 
 def _how_it_ended(code: int | None) -> str:

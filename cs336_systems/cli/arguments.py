@@ -1,6 +1,5 @@
 """Command-line parsing with jsonargparse. A mistake becomes one line that names the field."""
 
-import contextlib
 import difflib
 import json
 import re
@@ -129,21 +128,19 @@ def run_subcommand(command: str, description: str, commands: Commands, arguments
 
 
 def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Translate other solutions' names of options and values to ours, and whole numbers such as 3.0 to integers.
+    """Translate other solutions' names of options and values to ours.
 
     A name that the parser itself knows is kept: `--config` is a file in `cs336 train`. Raises ValueError for an option
     given under two names, and for a list option given twice, because only the last would count.
     """
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
     lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
-    hints = {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
-    integers = {name for name, hint in hints.items() if hint is int or int in get_args(hint)}
     names: dict[str, str] = {}
     words: list[str] = []
     field = ""
     for word in arguments:
         if not word.startswith("--"):
-            words.append(_our_value(field, word, integers))
+            words.append(_our_value(field, word))
             continue
         option, equals, value = word.partition("=")
         ours = f"--{_OURS.get(option[2:])}"
@@ -154,32 +151,14 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
             raise ValueError(f"{given} is given twice: give all its values after one")
         if names.setdefault(name, given) != given:
             raise ValueError(f"{names[name]} and {given} are one option: give one of them")
-        words.append(f"{option}{equals}{_our_value(field, value, integers)}")
+        words.append(f"{option}{equals}{_our_value(field, value)}")
     return words
 
 
-def _our_value(field: str, text: str, integers: set[str]) -> str:
+def _our_value(field: str, text: str) -> str:
     if field in _DTYPE_FIELDS:
         return _DTYPES.get(text.removeprefix("torch."), text)
-    if (field, text) == ("mode", "full_step"):
-        return "train_step"
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    ours = _with_integers("" if field == "config" else field, value, integers)
-    return text if json.dumps(ours) == json.dumps(value) else json.dumps(ours)
-
-
-def _with_integers(name: str, value: Any, integers: set[str]) -> Any:
-    """A field's value, or that of a group of fields, with 3.0, 3e0 and "3" as 3 where a field is an integer."""
-    if isinstance(value, dict):
-        return {key: _with_integers(f"{name}.{key}" if name else key, each, integers) for key, each in value.items()}
-    if name in integers and isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63
-    return int(value) if name in integers and is_whole else value
+    return "train_step" if (field, text) == ("mode", "full_step") else text
 
 
 def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str]:

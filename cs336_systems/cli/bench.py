@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def asked(case: "Case", command: str, options: Any) -> list[Any]:
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from ..bench.case import differing, is_of
     from ..bench.cases import CASES
-    from ..bench.row import check_row_file, exit_code, read_rows
+    from ..bench.row import exit_code, read_rows
     from ..bench.runner import rows_on_this_gpu
     from ..planner.rows import naming
     from ..report.outputs import write_into
@@ -81,13 +82,9 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     configs = asked(case, command, options)
     folder = folder_to_write(options.out)
-    path = check_row_file(folder / f"{case.name}.jsonl")
+    path = folder / f"{case.name}.jsonl"
     say(f"{len(configs)} to measure; rows go to {path} as they come")
-    try:
-        rows = measure(case, configs, path, options)
-    finally:
-        if not path.stat().st_size:  # no row was written
-            path.unlink()
+    rows = measure(case, configs, path, options)
     known = [row for row in read_rows(path) if row.case == case.name] if path.exists() else []
     there = rows_on_this_gpu(case, path) if options.resume else known
     wanted = [row for row in there if any(is_of(row, config) for config in configs)]
@@ -133,14 +130,11 @@ def _disturbed(row: "Row") -> str:
 
 def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bool, about: str = "") -> Any:
     """The parser of a command that measures a case and writes to `--out`, usually `runs/FOLDER`."""
-    from docstring_parser import parse_from_object
-
     from ..bench.case import value_type
 
-    parser = make_parser(command, about)
-    help_texts = {param.arg_name: param.description for cls in case.config.__mro__[::-1] if cls is not object
-                  for param in parse_from_object(cls).params}  # fmt: skip
-    for field in dataclasses.fields(case.config):
+    config: Any = case.config
+    parser, help_texts = make_parser(command, about), _help_texts(config)
+    for field in dataclasses.fields(config):
         if field.metadata.get("beside") == ".":  # the folder itself, which is --out
             continue
         quick = field.metadata.get("quick") if is_quick else ()
@@ -159,6 +153,15 @@ def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bo
     parser.add_argument("--resume", action="store_true", help=resume)
     add_folder(parser, folder, is_quick, help)
     return parser
+
+
+@functools.cache  # reading the help from the docstrings takes most of the time of a parse
+def _help_texts(config: type) -> dict[str, str | None]:
+    """What the docstrings of a configuration's class and of its bases say about each field."""
+    from docstring_parser import parse_from_object
+
+    return {param.arg_name: param.description for cls in config.__mro__[::-1] if cls is not object
+            for param in parse_from_object(cls).params}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -88,8 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MemoryError:
         _fail(RuntimeError("out of memory: the configuration asks for more than this machine has"), 1)
     except (RuntimeError, OSError) as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps an interrupt inside a class body
-            _fail(_INTERRUPTED, 130)
         _fail(error, 1)
 
 

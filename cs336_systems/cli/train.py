@@ -144,8 +144,6 @@ def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
     """Read a configuration file, without values that are derived from other fields."""
     if not path.exists():
         raise FileNotFoundError(f"config file {path} does not exist")
-    if path.is_dir():
-        raise ValueError(f"config file {path} is a folder: it must be a JSON file")
     try:
         # Editors on Windows put a byte-order mark in front.
         content = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -163,8 +161,6 @@ def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
         content["data"] = without_default_paths(content["data"])
     if "optimizer" in content:
         content["optimizer"] = without_default_min_lr(content["optimizer"])
-    if _is_of_run(path):
-        content.pop("resume", None)  # earlier versions saved it, but it belongs to a single command
     return content
 
 

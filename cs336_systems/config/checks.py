@@ -41,8 +41,6 @@ def check_types(config: Any, group: str) -> None:
         value = getattr(config, name)
         if not any(_is_a(value, kind) for kind in _alternatives(hint)):
             raise ValueError(f"{group}{name} is {shown(value)}: it must be {describe_type(hint)}")
-        # JSON can hold NUL, but no path can.
-        require(not isinstance(value, str) or "\0" not in value, f"{group}{name}", value, "text without NUL characters")
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

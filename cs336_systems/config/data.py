@@ -1,6 +1,5 @@
 """The data settings of a run: source, files, tokenizer."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +8,6 @@ from .checks import check_types, require_at_least, require_field
 
 _FILES = {"tokenizer": "tokenizer.json", "train_tokens": "train.npy", "valid_tokens": "valid.npy"}
 _NAMES = ("train_text", "hf_path", "hf_name")
-_TEXTS_AND_TOKENS = ("train_text", "valid_text", "train_tokens", "valid_tokens")
 
 
 def _default_folder(source: str, *names: str | None) -> str:
@@ -110,17 +108,9 @@ class DataConfig:
         for name, path in _default_paths(folder, self.train_tokens).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, path)
-        files = {"the generated text": f"{folder}/stories.txt", "data.tokenizer": self.tokenizer_path}
-        files |= {f"data.{name}": getattr(self, name) for name in _TEXTS_AND_TOKENS}
-        taken: dict[str, str] = {}
-        for name, path in files.items():
-            first = name if path is None else taken.setdefault(os.path.realpath(path), name)
-            if first == name or (first, name) == ("data.train_tokens", "data.valid_tokens"):
-                continue  # train and validate on one existing token file; prepare.py refuses to make such a file
-            accepted = f"another file than {first}"
-            if (first, name) == ("data.train_text", "data.valid_text"):
-                accepted += ", or left out to validate on the last data.valid_fraction of that file"
-            raise ValueError(f"{name} is {path!r}: it must be {accepted}")
+        is_other = self.valid_text is None or self.valid_text != self.train_text
+        accepted = "another file than data.train_text, or left out to validate on its last data.valid_fraction"
+        require_field(self, "data.valid_text", is_other, accepted)
 
     @property
     def tokenizer_path(self) -> str:

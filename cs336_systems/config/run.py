@@ -251,9 +251,6 @@ class ParallelConfig:
         is_possible = self.reshard_after_forward or strategy in SHARDED or is_own
         accepted = f"true with parallel.strategy {strategy!r}, which does not shard weights"
         require_field(self, "parallel.reshard_after_forward", is_possible, accepted)
-        is_possible = self.devices == 1 or strategy != "none"
-        accepted = f"another than 'none' with parallel.devices {self.devices}"
-        require_field(self, "parallel.strategy", is_possible, accepted)
 
     def strategy_for(self, world_size: int) -> str:
         """The strategy for this many processes, with auto resolved."""
@@ -303,8 +300,6 @@ class SampleConfig:
         check_types(self, "sample.")
         require_at_least(self, "sample", 0, "max_new_tokens", "temperature", "seed")
         require_at_least(self, "sample", 1, "top_k")
-        is_utf8 = not any("\ud800" <= character <= "\udfff" for character in self.prompt)
-        require_field(self, "sample.prompt", is_utf8, "valid UTF-8")
         require_field(self, "sample.top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1")
 
 
@@ -348,12 +343,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        for name, accepted in (
-            ("run_dir", "the path of a folder, or left out"),
-            ("resume", "none, auto or a checkpoint"),
-        ):
-            path = getattr(self, name)
-            require(path is None or path.strip() != "", name, path, accepted)
         if self.resume == "auto":
             require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
         context_length, optimizer = self.model.shape.context_length, self.optimizer

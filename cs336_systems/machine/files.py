@@ -1,6 +1,5 @@
 """Atomic writes: a write that fails leaves the previous file as it was."""
 
-import errno
 import io
 import os
 import shutil
@@ -13,24 +12,18 @@ from cs336_basics.files import replaced
 def write_whole(path: Path, content: str | bytes) -> Path:
     """Write or replace a file, with text as UTF-8, and return its path. An old file's mode and links to it are kept.
 
-    A path such as /dev/stdout or a pipe is written to directly. Raises OSError naming the file if the write fails; the
-    old file is then unchanged.
+    Raises OSError naming the file if the write fails; the old file is then unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
+    target = path.resolve()  # replace the file behind a link, not the link
     try:
-        target = path.resolve()  # replace the file behind a link, not the link
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with replaced(target) as beside, beside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                if target.exists():
-                    shutil.copymode(target, beside)
-    except RuntimeError as error:  # a cycle of links, in Python 3.12 and before
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(target) as beside, beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            if target.exists():
+                shutil.copymode(target, beside)
     except OSError as error:  # it may name no file, or the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from error
     return path

@@ -37,9 +37,6 @@ class StrategyFactory:
         found = import_object("parallel.strategy", self.import_path)
         is_one = isinstance(found, type) and issubclass(found, Strategy)
         require(is_one, "parallel.strategy", self.import_path, f"a subclass of {Strategy.__module__}.Strategy")
-        takes_module = next(iter(inspect.signature(found).parameters), None) is not None
-        needed = "a strategy whose constructor takes the module first"
-        require(takes_module, "parallel.strategy", self.import_path, needed)
         return found
 
     @property

@@ -6,7 +6,6 @@ number of restarts cannot tell the starts apart, because each agent counts its o
 """
 
 import os
-import socket
 import time
 import uuid
 from datetime import timedelta
@@ -18,7 +17,7 @@ from ..machine.console import count_in_environment
 
 
 def check_environment() -> None:
-    """Raise ValueError naming an environment variable, of torchrun or gloo, that keeps the ranks from meeting."""
+    """Raise ValueError naming an environment variable of torchrun that keeps the ranks from meeting."""
     if not os.environ.get("MASTER_ADDR"):
         raise ValueError("MASTER_ADDR is not set in the environment: it must be the address of rank 0's machine")
     port = count_in_environment("MASTER_PORT", 0)
@@ -27,11 +26,6 @@ def check_environment() -> None:
         given = port if "MASTER_PORT" in os.environ else "not set"
         accepted = "a port of rank 0's machine, from 1 to 65535"
         raise ValueError(f"MASTER_PORT is {given} in the environment: it must be {accepted}")
-    there = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name.partition(":")[0] not in there:  # an address may have a label, such as eth0:1
-            accepted = f"one of {', '.join(there)}, the network interfaces of this machine"
-            raise ValueError(f"GLOO_SOCKET_IFNAME is {name!r} in the environment: it must be {accepted}")
 
 
 def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:

@@ -8,12 +8,8 @@ from .strategy import is_shard
 
 def check_parameters(parameters: list[Tensor]) -> None:
     """Raise ValueError if a parameter differs between ranks or cannot be sent. All ranks call it together."""
-    shared = _sharing_memory(parameters) if comm.world_size() > 1 else {}
     # Differences first, so that all ranks raise together.
-    kinds = {
-        f"parameter {i}": describe(p) + (f" in the memory of parameter {shared[i]}" if i in shared else "")
-        for i, p in enumerate(parameters)
-    }
+    kinds = {f"parameter {i}": describe(p) for i, p in enumerate(parameters)}
     comm.check_same(kinds, "parameters in the optimizer")
     for i, p in enumerate(parameters if comm.world_size() > 1 else []):
         if is_shard(p):
@@ -22,22 +18,6 @@ def check_parameters(parameters: list[Tensor]) -> None:
         if not p.is_contiguous() or p.device != parameters[0].device or p.is_meta:
             raise ValueError(f"parameter {i} is {describe(p)}, parameter 0 on {parameters[0].device.type}: "
                              "only contiguous ones on one device can be sent")  # fmt: skip
-        if i in shared:
-            raise ValueError(f"parameter {i} is in the memory of parameter {shared[i]}: each needs memory of its own, "
-                             "because each has one owner; tie weights by sharing one parameter")  # fmt: skip
-
-
-def _sharing_memory(parameters: list[Tensor]) -> dict[int, int]:
-    """Parameters that share memory with an earlier one: their index -> the index of that one."""
-    spans = [(p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel() and p.is_contiguous() and not p.is_meta]
-    found: dict[int, int] = {}
-    end, last = 0, 0
-    for start, i in sorted(spans):
-        if start < end:
-            found[max(i, last)] = min(i, last)
-        if start + parameters[i].nbytes > end:
-            end, last = start + parameters[i].nbytes, i
-    return found
 
 
 def describe(p: Tensor) -> str:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..bench.row import Row
-from ..machine.hardware import DTYPES
 from .fields import get
 from .spec import Column, Plot, View
 
@@ -95,7 +94,7 @@ ATTENTION_VIEWS: dict[str, View] = {
             Column("both (x best peer)", "over_best_peer"),
         ),
         plots=tuple(
-            Plot(name=name, y=y, x="length", lines=("kernel",), log=log, panels=("head_size",), files={"dtype": DTYPES})
+            Plot(name=name, y=y, x="length", lines=("kernel",), log=log, panels=("head_size",), files=("dtype",))
             for name, y, log in (
                 ("forward", _FORWARD, "xy"),
                 ("backward", _BACKWARD, "xy"),
@@ -116,7 +115,7 @@ ATTENTION_VIEWS: dict[str, View] = {
             Column("memory beyond inputs and results (MiB)", "extra_memory_bytes", ",.1f", 2**20),
             Column("first call (s)", "first_call_s", ".1f"),
         ),
-        plots=(Plot(name="tflops", y=_SUM_TFLOPS, x="shape", lines=("kernel",), kind="bar", files={"dtype": DTYPES}),),
+        plots=(Plot(name="tflops", y=_SUM_TFLOPS, x="shape", lines=("kernel",), kind="bar", files=("dtype",)),),
         # older rows have the kernel only as their variant
         derive=lambda rows: [replace(row, config={"kernel": row.variant, **row.config}) for row in rows],
     ),

@@ -33,21 +33,15 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) 
     """Draw rows into a PNG, or into one for each value of the fields in `plot.files`; return the files.
 
     Rows without the metric are left out. So is a line plot with a single x, because the table shows as much. Keys that
-    all rows share are named above the picture. Earlier pictures of the plot that are not drawn again are removed.
+    all rows share are named above the picture.
     """
     points = [point for row in rows for point in plot.points(row) if plot.y.value(point) is not None]
-    parts = _split(points, plot.files)
     files = []
-    for part in parts:
-        if plot.kind == "line" and len({_x(plot, row) for row in part}) < 2:
-            continue
-        ends = [show(part[0].config.get(name)) for name in plot.files] if len(parts) > 1 else []
-        file = path.with_name("-".join([path.stem, *ends]) + path.suffix)
-        files.append(save_picture(figure_of(plot, part, keys), file))
-    ends_of_all = itertools.product(*plot.files.values()) if plot.files else ()
-    for known in (path, *(path.with_name("-".join([path.stem, *map(show, e)]) + path.suffix) for e in ends_of_all)):
-        if known not in files:
-            known.unlink(missing_ok=True)
+    for part in _split(points, plot.files):
+        if plot.kind == "bar" or len({_x(plot, row) for row in part}) > 1:
+            ends = [show(part[0].config.get(name)) for name in plot.files]
+            file = path.with_name("-".join([path.stem, *ends]) + path.suffix)
+            files.append(save_picture(figure_of(plot, part, keys), file))
     return files
 
 

@@ -1,9 +1,9 @@
 """How rows are shown, as data: the columns of a table, the axes of a plot, and the view of a case."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..bench.row import Row
 from .fields import get, number
@@ -49,8 +49,8 @@ class Plot:
     """The logarithmic axes: x, y or xy."""
     panels: tuple[str, ...] = ()
     """Fields whose values get axes of their own within one picture."""
-    files: Mapping[str, Iterable[Any]] = field(default_factory=dict)
-    """Fields whose values get a picture of their own, with all values that they may have."""
+    files: tuple[str, ...] = ()
+    """Fields whose values get a picture of their own."""
     beside: Column | None = None
     """A second, dashed column of a line plot, such as a prediction."""
     points: Callable[[Row], Sequence[Row]] = lambda row: [row]

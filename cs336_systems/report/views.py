@@ -43,17 +43,6 @@ def _steps(row: Row) -> list[Row]:
     ]
 
 
-_FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
-
-
-def _fraction_bits(row: Row) -> list[Row]:
-    """A row for each tensor of an `autocast-dtypes` row, with its type as a number that can be plotted."""
-    return [
-        replace(row, config={**row.config, "of": name.replace("_", " ")}, metrics={"bits": _FRACTION_BITS[dtype]})
-        for name, dtype in row.metrics["dtypes"].items()
-    ]
-
-
 def _saved_tensors(row: Row) -> str:
     """The tensors that a block saves for its backward pass, with equal ones in one line."""
     tensors, count = row.metrics["tensors"], row.metrics["num_tensors"]
@@ -113,10 +102,6 @@ VIEWS: dict[str, View] = {
         keys=("norm", "precision", "device"),
         columns=tuple(Column(name.replace("_", " "), f"dtypes.{name}", "s")
                       for name in ("parameters", "fc1_output", "norm_output", "logits", "loss", "gradients")),
-        plots=(
-            Plot(name="bits", y=Column("bits of the fraction", "bits", "d"), x="of", lines=("norm", "precision"),
-                 kind="bar", points=_fraction_bits),
-        ),
     ),
     "residuals": View(
         keys=("size", "context_length", "batch_size", "precision", "compile", "attention"),

@@ -27,8 +27,6 @@ _MOST_BAD = 0.01
 """The largest share of records that may be without text."""
 _SHOWN = 3
 """Bad records that are named."""
-_ALL_BAD = 1_000
-"""If so many records at the beginning have no text, the others are not read."""
 _PROGRESS_S = 10
 """Time between two lines of progress."""
 
@@ -74,8 +72,6 @@ def write_documents(records: Records, text_field: str, output: Path, separator: 
         for where, document in records:
             if document is None:
                 bad.append(where)
-                if len(bad) == _ALL_BAD and not count:
-                    break
             elif document.strip():
                 text.write(document.replace("\uffff", "\ufffd") + separator)
                 count += 1

@@ -23,17 +23,9 @@ def check_run_dir(run_dir: Path, own: set[Path]) -> None:
     config.json too, but not with our architecture. Checkpoints without a config.json are a partial copy of a run.
     """
     files = [CONFIG, TOKENIZER, METRICS_FILE, RESULT, SAMPLE, LOSS_CURVE]
-    checkpoints = run_dir / CHECKPOINTS
-    try:
-        if checkpoints.exists() and not checkpoints.is_dir():
-            raise ValueError(f"run_dir {run_dir} holds a file {CHECKPOINTS}, where a run has a folder: give another")
-    except OSError as error:
-        raise ValueError(f"run_dir {run_dir} cannot be read: {error.strerror}") from error
-    if folders := [name for name in files if (run_dir / name).is_dir()]:
-        raise ValueError(f"run_dir {run_dir} holds a folder {folders[0]}, where a run has a file: give another")
     if _is_run_config(run_dir / CONFIG):
         return
-    for path in (run_dir / name for name in ([CONFIG] if find_checkpoints(checkpoints) else files)):
+    for path in (run_dir / name for name in ([CONFIG] if find_checkpoints(run_dir / CHECKPOINTS) else files)):
         if path.exists() and path not in own:
             raise ValueError(
                 f"run_dir {run_dir} holds a {path.name} that is not of a run: it must be a new or an empty folder, or "

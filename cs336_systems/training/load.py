@@ -15,7 +15,7 @@ from cs336_basics.shape import ModelShape
 from cs336_basics.tokenizer import Tokenizer
 
 from ..config.checks import from_json
-from ..config.model import SHAPE_FIELDS, ModelConfig
+from ..config.model import ModelConfig
 from ..kernels.attention import get_attention
 from ..machine.hardware import environment
 from .checkpoint import save_checkpoint
@@ -72,8 +72,6 @@ def load_model(path: str | Path) -> LoadedModel:
     checkpoint, manifest = find_checkpoint(Path(path))
     file = checkpoint / MANIFEST
     values: dict[str, Any] = {f.name: manifest.identity.get(f"model.{f.name}") for f in fields(ModelShape)}
-    if missing := [name for name in SHAPE_FIELDS if values[name] is None]:
-        raise ValueError(f"checkpoint file {file} describes no model: its identity has no model.{missing[0]}")
     try:
         shape = from_json(ModelConfig, {k: v for k, v in values.items() if v is not None}).shape
     except ValueError as error:

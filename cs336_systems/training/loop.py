@@ -7,6 +7,7 @@ Kernels and parallelism are chosen elsewhere.
 import contextlib
 import logging
 import math
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -295,12 +296,8 @@ class Trainer:
         self.loader.close()
 
     def peak_memory_bytes(self) -> int:
-        """Peak memory of the GPU's allocator, or on other devices of the process; 0 where the system does not tell."""
+        """Peak memory of the GPU's allocator, or on other devices of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        try:
-            import resource
-        except ImportError:  # Windows
-            return 0
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -139,9 +139,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                 raise ValueError("it is no row of metrics, an object with a step")
-            for name, value in row.items():
-                if isinstance(value, bool) or not isinstance(value, int | float | None):
-                    raise ValueError(f"{name} is {value!r}: it must be a number or null")
             rows.append(row)
         except ValueError as error:
             if i < len(lines) - 1:

@@ -198,7 +198,7 @@ def _load(config: RunConfig) -> PreparedData:
     for path, sha256 in made_with.items():
         if tokenizer is not None and sha256 and sha256 != tokenizer.sha256:
             raise ValueError(f"token file {path} was not made with the tokenizer {tokenizer_path}, its sidecar says")
-    train, valid = (load_tokens(path, shape.vocab_size, min_count=0) for path in (train_path, valid_path))
+    train, valid = (load_tokens(path, shape.vocab_size) for path in (train_path, valid_path))
     for name, path, tokens in (("train", train_path, train), ("valid", valid_path, valid)):
         if len(tokens) <= shape.context_length:
             raise ValueError(

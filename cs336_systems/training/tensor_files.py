@@ -34,10 +34,6 @@ class Rows:
 
     def __init__(self, local: Tensor, shape: Sequence[int], first_row: int) -> None:
         self.local, self.shape, self.first_row = local.detach(), torch.Size(shape), first_row
-        if local.shape[1:] != self.shape[1:] or not 0 <= first_row <= first_row + len(local) <= self.shape[0]:
-            raise ValueError(
-                f"rows from {first_row} of shape {tuple(local.shape)} are no part of a tensor of shape {tuple(shape)}"
-            )
 
     def size(self) -> torch.Size:
         """The shape of the whole tensor."""

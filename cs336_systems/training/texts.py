@@ -4,7 +4,6 @@ import functools
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,28 +166,19 @@ def fetch_tinystories(name: str, folder: Path, endpoint: str | None = None) -> T
 
 
 def _fetch(path: Path, expected: str, endpoint: str | None) -> None:
-    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import hf_hub_url
 
     of = dict(repo_id=TINYSTORIES_REPOSITORY, filename=path.name, repo_type="dataset", revision=TINYSTORIES_REVISION)
     partial = path.with_name(f"{path.name}.partial")
     logger.info("text: fetching %s of %s", path.name, TINYSTORIES_REPOSITORY)
-    library = logging.getLogger("huggingface_hub")  # it would log every attempt
-    level = library.level
-    library.setLevel(logging.CRITICAL)
     try:
-        cached = try_to_load_from_cache(**of)
-        if isinstance(cached, str) and sha256_of_file(cached) == expected:
-            shutil.copyfile(cached, partial)
-        else:
-            _download(hf_hub_url(**of, endpoint=endpoint), partial, expected)
+        _download(hf_hub_url(**of, endpoint=endpoint), partial)
     except Exception as error:  # the library's network errors have no common base
         reason = " ".join(str(error).split())
         raise ConnectionError(
             f"{path.name} of {TINYSTORIES_REPOSITORY} could not be fetched: {reason} (without a network, copy the file "
             f"to {path}, or take --data.source stories, a text that is generated here)"
         ) from error
-    finally:
-        library.setLevel(level)
     found = sha256_of_file(partial)
     if found != expected:
         partial.unlink()
@@ -198,7 +188,7 @@ def _fetch(path: Path, expected: str, endpoint: str | None) -> None:
     os.replace(partial, path)
 
 
-def _download(url: str, partial: Path, expected: str) -> None:
+def _download(url: str, partial: Path) -> None:
     """Fetch a URL into a file that may hold its beginning. If the server sends the whole, the file starts anew.
 
     Not `hf_hub_download`, because another process does not find its partial files.
@@ -208,18 +198,11 @@ def _download(url: str, partial: Path, expected: str) -> None:
     from huggingface_hub.utils import build_hf_headers
 
     headers = build_hf_headers() | {"accept-encoding": "identity"}  # a range of compressed bytes would be useless
-    get = functools.partial(http_get, url, headers=headers, displayed_filename=partial.stem)
     with partial.open("ab") as file:
         if there := file.tell():
             logger.info("text: %s bytes of it are here already", f"{there:,}")
         try:
-            get(file, resume_size=there)
+            http_get(url, file, headers=headers, displayed_filename=partial.stem, resume_size=there)
         except HfHubHTTPError as error:
-            if there == 0 or error.response.status_code != 416:
+            if error.response.status_code != 416:  # Range Not Satisfiable: nothing is left, and the hash tells the rest
                 raise
-            # Range Not Satisfiable: the partial file is the whole file, or it is something else.
-            if sha256_of_file(partial) != expected:
-                logger.warning("text: %s is not the beginning of the file, which is fetched anew", partial)
-                file.seek(0)
-                file.truncate()
-                get(file)

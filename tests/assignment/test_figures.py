@@ -202,7 +202,6 @@ def test_a_claim_that_does_not_hold_names_problem_claim_and_figures(tmp_path: Pa
         (f.span, [2.1, 1.8, 2], "1.8 to 2.1"), (f.span, [1.0001, 1.0002], "1"),
         (f.mean_std, dict(mean=1234.567, std=0.126), "1,234.57 ± 0.13"),
         (f.mean_std, dict(mean=17.92, std=2.34), "17.9 ± 2.3"), (f.mean_std, dict(mean=79.4, std=86.1), "79 ± 86"),
-        (f.share_of_mean, dict(mean=50, std=5), 0.1),
     ],
 )  # fmt: skip
 def test_a_format_shows_as_many_digits_as_are_meant(form: Any, value: Any, text: Any) -> None:

@@ -53,7 +53,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train(["the cat sat on the mat. " * 50], 290)
 
 
-def check_logits(shape: ModelShape, state: dict[str, torch.Tensor], llama: transformers.LlamaForCausalLM) -> None:
+def check_logits(shape: ModelShape, state: dict[str, torch.Tensor], llama: torch.nn.Module) -> None:
     """Check that our model with this state gives the logits of a Llama."""
     model = TransformerLM(**dataclasses.asdict(shape))
     model.load_state_dict(state)
@@ -146,14 +146,10 @@ def test_weights_in_another_form_beside_are_not_read(tmp_path: Path) -> None:
     )
     shape, state, _ = import_hf(tmp_path)
     check_logits(shape, state, llama)
-    index, first = tmp_path / "model.safetensors.index.json", min(tmp_path.glob("model-*"))
+    first = min(tmp_path.glob("model-*"))
     first.unlink()
     with pytest.raises(ValueError, match=rf"{first} cannot be read: No such file"):
         import_hf(tmp_path)
-    for content in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
-        index.write_text(content)
-        with pytest.raises(ValueError, match=rf"^{index} is no index of weights: "):
-            import_hf(tmp_path)
 
 
 def test_the_length_that_frequencies_are_scaled_from_stays_an_integer(tmp_path: Path) -> None:
@@ -378,7 +374,6 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
         ("head_dim", 32, r"k_proj.weight has shape \(64, 64\), and config.json means \(128, 64\)"),
         ("head_dim", 15, "head_dim is 15: the size of a head must be even"),
         ("model_type", ["llama"], "model_type is .'llama'.: it must be one of llama, mistral, qwen3"),
-        ("tie_word_embeddings", "false", "tie_word_embeddings is 'false': it must be true or false"),
         ("rope_parameters", {"type": "linear", "factor": 2.0}, "rope type is 'linear'"),
         ("rope_parameters", {"full_attention": {"rope_theta": 1e4}}, "rope_parameters has full_attention"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}, "factor is None: it must be a number"),
@@ -395,7 +390,6 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
         ("num_attention_heads", 0, "num_attention_heads is 0: it must be at least 1"),
         ("num_attention_heads", True, "num_attention_heads is True: it must be an integer"),
         ("rope_parameters", {"rope_theta": "x"}, "rope_theta is 'x': it must be a number"),
-        ("rope_parameters", 3, "rope_parameters is 3: it must be an object or null"),
     ],
 )
 def test_an_unsupported_setting_is_refused_by_name(tmp_path: Path, field: str, value: object, message: str) -> None:
@@ -426,11 +420,10 @@ def test_what_can_be_exported_can_be_imported(tmp_path: Path) -> None:
     [
         ("{}", " has no model_type: it must be the configuration of a model of type llama, mistral, qwen3"),
         ('{"model_type": "llama"}', " has no vocab_size: it must be the configuration of a model of type llama, "),
-        ("[]", " is no JSON object: it must be the configuration of a model of type llama, mistral, qwen3"),
         ("{", " is not JSON: "),
         ("[" * 100_000, " is not JSON: "),
     ],
-    ids=["empty", "llama", "list", "cut", "nested"],
+    ids=["empty", "llama", "cut", "nested"],
 )
 def test_a_broken_configuration_names_the_file_and_the_field(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)

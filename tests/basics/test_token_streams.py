@@ -1,13 +1,11 @@
 """Streams encode as the whole text, for any tokenizer; samples of a text; text files read block by block."""
 
 import contextlib
-import errno
 import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -355,24 +353,6 @@ def test_a_file_without_text_is_named(tmp_path, kind, message):
     (tmp_path / "x").touch()
     with pytest.raises((FileNotFoundError, ValueError), match=f"text file {tmp_path / kind} .*{message}"):
         next(read_utf8(tmp_path / kind))
-
-
-@pytest.mark.parametrize("operation", ["open", "read"])
-def test_a_text_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, operation):
-    path = tmp_path / "text.txt"
-    path.write_text("a" * 3_000_000)
-    blocks = read_utf8(path)
-
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    if operation == "open":
-        monkeypatch.setattr(Path, "open", refuse)
-    else:
-        next(blocks)
-        monkeypatch.setattr(blocks.gi_frame.f_locals["file"], "read", refuse)
-    with pytest.raises(ValueError, match=r"text\.txt cannot be read: Permission denied"):
-        next(blocks)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path):

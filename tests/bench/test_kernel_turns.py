@@ -141,7 +141,7 @@ def test_the_command_appends_rows_and_prints_a_table(tmp_path: Path, bench: Benc
     assert commands == {"cs336 bench kernels --quick --kernels naive sdpa"}  # without the output folder
     assert COMMAND not in os.environ
     assert "| sdpa |" in said
-    assert {"kernels.md", "kernels.csv", "kernels-tflops.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"kernels.md", "kernels.csv", "kernels-tflops-fp32.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.usefixtures("in_this_process")

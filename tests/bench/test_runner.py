@@ -341,34 +341,6 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
             os.killpg(sweep.pid, signal.SIGKILL)
 
 
-_IN_A_REQUEST = """
-import os, signal, sys, threading, time
-from multiprocessing import popen_forkserver
-from cs336_systems.cli.main import main
-
-threading.Thread(target=threading.Event().wait, daemon=True).start()  # it may receive the signal
-
-connect = popen_forkserver.forkserver.connect_to_new_process
-
-def connect_and_signal(files):
-    pipes = connect(files)
-    os.kill(os.getpid(), int(sys.argv[1]))
-    time.sleep(0.1)
-    return pipes
-
-popen_forkserver.forkserver.connect_to_new_process = connect_and_signal
-sys.exit(main(["bench", "model", "--quick", "--mode", "forward", "--out", sys.argv[2]]))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_signal_while_a_worker_starts_prints_no_traceback(number: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _IN_A_REQUEST, str(int(number)), str(tmp_path)]
-    sweep = forked.run(command, 120, cwd=ROOT)
-    assert sweep.returncode == 128 + number
-    assert sweep.stderr == ("cs336: interrupted\n" if number == signal.SIGINT else "")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_removes_the_scratch_folder_and_sets_the_exit_code(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench

@@ -3,6 +3,7 @@
 Run by `test_triton_compiles.py`.
 """
 
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from cs336_systems.kernels.attention import flash_triton
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.attention.contract import band_of
 from cs336_systems.kernels.attention.flash_triton_tiles import Tile, tile_key, tile_table
+from cs336_systems.kernels.launch import Launch
 
 WAYS = (
     (80, 64, torch.bfloat16, "pointers"),
@@ -29,6 +31,8 @@ WAYS = (
     (80, 128, torch.float32, "pointers"),
 )
 """Compute capability, head size, dtype, how tiles are moved."""
+
+PHASES = ["forward", "dq", "dkv", "backward"]
 
 
 def source(
@@ -144,9 +148,10 @@ def compile_gluon() -> None:
             print("gluon", *case, "compiled")
 
 
-def compile_adamw() -> None:
+def compile_adamw(everything: bool) -> None:
     triton.runtime.driver.set_active(Hopper())
-    for name, dtype in (("square_sum", torch.float16), ("adamw", torch.bfloat16), ("adamw", torch.float32)):
+    in_16_bits = [("square_sum", torch.float16), ("adamw", torch.bfloat16)]
+    for name, dtype in [*in_16_bits, ("adamw", torch.float32)] if everything else in_16_bits:
         gradient, scalar = torch.zeros(64, 64, dtype=dtype), torch.zeros(())
         state = [scalar, *(torch.zeros(64, 64) for _ in range(3)), gradient] if name == "adamw" else []
         table = adamw._Table([gradient], [state], aligned=dtype != torch.float32)
@@ -160,9 +165,28 @@ def compile_adamw() -> None:
         print(name, dtype, "compiled")
 
 
+def names_in_the_cache(phases: list[str]) -> dict[str, str]:
+    """The names of kernels in Triton's cache by their phase, where the first of them is launched first."""
+    first, *others = (getattr(kernels, f"{phase}_kernel") for phase in phases)
+    Launch(first, 1, dict.fromkeys(name for name in first.arg_names if name not in ("q_", "k_", "v_")), {}, 4, 1)
+    assert all(each.hash is not None for each in others)
+    return {phase: each.cache_key for phase, each in zip(phases, (first, *others), strict=True)}
+
+
+def check_names() -> None:
+    """A name does not depend on which kernel was first. In Triton 3.6 it would.
+
+    Two kernels compile at once, so a cached kernel was sometimes compiled again.
+    """
+    fork = multiprocessing.get_context("fork")  # each order in a process where nothing has been first yet
+    one, other = (fork.Pool(1).apply(names_in_the_cache, (order,)) for order in (PHASES, PHASES[::-1]))
+    assert one == other
+
+
 def main(everything: bool) -> None:
-    compile_adamw()
-    for phase in ("forward", "dq", "dkv", "backward"):
+    check_names()
+    compile_adamw(everything)
+    for phase in PHASES:
         kernel = getattr(kernels, f"{phase}_kernel")
         for capability, d, dtype, move in WAYS:
             tma = move == "descriptors"

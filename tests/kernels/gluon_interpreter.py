@@ -129,7 +129,7 @@ class _Barrier:
                 _changed.notify_all()
 
     def set(self, count: int) -> None:
-        self.arrivals = self.left = count
+        self.arrivals = self.left = int(count)
 
     def wait(self, phase: Any) -> None:
         with _changed:

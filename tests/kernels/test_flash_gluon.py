@@ -57,21 +57,23 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "n_q, n_k, d, is_causal",
+    "n_q, n_k, d, is_causal, heads",  # which the interpreter takes in groups of two
     [
-        (1, 1, 128, False),
-        (65, 65, 80, True),
-        (130, 300, 64, False),
-        (130, 300, 64, True),
-        (300, 130, 96, False),
-        (300, 130, 96, True),
-        (1, 257, 128, True),
-        (257, 1, 40, False),
-        (520, 520, 128, True),
+        (1, 1, 128, False, 3),
+        (65, 65, 80, True, 3),
+        (130, 300, 64, False, 1),
+        (130, 300, 64, True, 3),
+        (300, 130, 96, False, 3),
+        (300, 130, 96, True, 1),
+        (1, 257, 128, True, 3),
+        (257, 1, 40, False, 3),
+        (520, 520, 128, True, 1),
     ],
 )
-def test_both_passes_equal_the_truth(n_q: int, n_k: int, d: int, is_causal: bool, launched: list[str]) -> None:
-    case = Case(n_q, n_k, d, leading=(1, 3), is_causal=is_causal)  # the interpreter takes the heads in groups of two
+def test_both_passes_equal_the_truth(
+    n_q: int, n_k: int, d: int, is_causal: bool, heads: int, launched: list[str]
+) -> None:
+    case = Case(n_q, n_k, d, leading=(1, heads), is_causal=is_causal)
     check_case(flash_triton.flash_triton, case, torch.bfloat16, "cpu")
     assert launched == ALL
 
@@ -169,10 +171,10 @@ def test_groups_equal_the_truth(case: Case, launched: list[str]) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(300, 300, 64, is_causal=True, window=100),
-        Case(300, 300, 128, leading=(2, 2), is_causal=True, window=150),
+        Case(300, 300, 64, leading=(1,), is_causal=True, window=100),
+        Case(300, 300, 128, leading=(1, 2), is_causal=True, window=150),
         Case(400, 400, 64, leading=(2, 2), key_heads=1, is_causal=True, documents=(100, 130, 1, 169)),
-        Case(400, 400, 128, leading=(2, 2), is_causal=True, documents=(200, 1, 199), window=140),
+        Case(400, 400, 128, leading=(2, 1), is_causal=True, documents=(200, 1, 199), window=140),
     ],
     ids=str,
 )
@@ -201,3 +203,22 @@ def test_the_interpreter_finds_missing_waits_between_heads(fault: str, monkeypat
     launch_in_gluon(monkeypatch, (BETWEEN_HEADS[fault], "                pass\n"))
     with pytest.raises(AssertionError):
         check_case(flash_triton.flash_triton, Case(130, 130, 128, leading=(4,), key_heads=1), torch.bfloat16, "cpu")
+
+
+PASSED_OVER = {
+    "keys never released": ("        mbarrier.arrive(k_empty.index(step % STAGES))\n        wait", "        wait"),
+    "no turn": ("        _wait_for_turn(turns, group, step - i)\n        _pass_turn(turns, group, GROUPS)\n\n", "\n"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fault", PASSED_OVER)
+def test_the_interpreter_finds_faults_where_other_warpgroups_see_keys(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gluon_interpreter, "PATIENCE", 0.5)
+    monkeypatch.setattr(gluon_interpreter, "LAG", 0.002)
+    launch_in_gluon(monkeypatch, PASSED_OVER[fault])
+    q, k, v, _ = (x.detach() for x in Case(450, 450, 64, leading=(1, 2)).inputs(torch.bfloat16, "cpu"))
+    with pytest.raises(AssertionError):
+        flash_triton.flash_forward(q, k, v, True)

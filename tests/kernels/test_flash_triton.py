@@ -347,33 +347,6 @@ def test_descriptors_are_for_gradients_that_tma_can_move(chosen_on: Any) -> None
     assert flash_triton._backward_launches(x, False, None, True, True, False) == ("triton backward",)
 
 
-HASHES = """
-import os, sys
-from cs336_systems.kernels.attention import flash_triton_kernels as kernels
-from cs336_systems.kernels.launch import Launch
-names = sys.argv[1:]
-if child := os.fork():  # the other order, where nothing has been first yet
-    os.waitpid(child, 0)
-else:
-    names.reverse()
-first, *others = (getattr(kernels, name) for name in names)
-constants = dict.fromkeys(name for name in first.arg_names if name not in ("q_", "k_", "v_"))
-Launch(first, 1, constants, {}, 4, 1)
-assert all(each.hash is not None for each in others)
-keys = {each.__name__: each.cache_key for each in (first, *others)}
-print(*sorted(keys.items()))
-"""
-
-
-def test_the_name_of_a_kernel_in_the_cache_does_not_depend_on_which_was_first() -> None:
-    """In Triton 3.6 it does. Two kernels compile at once, so a cached kernel was sometimes compiled again."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = [sys.executable, "-c", HASHES, "forward_kernel", "dq_kernel", "dkv_kernel", "backward_kernel"]
-    ran = subprocess.run(program, env=environ, capture_output=True, text=True, check=True)
-    one, other = ran.stdout.splitlines()
-    assert one == other
-
-
 FIRST_CALL = """
 import sys, time
 import torch

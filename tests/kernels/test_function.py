@@ -121,16 +121,6 @@ def test_wrong_inputs_are_refused_in_every_way() -> None:
         torch.compile(Toy.call, backend="aot_eager")(q, k, v[:, :2], True)
 
 
-def test_a_name_is_for_one_function() -> None:
-    def other(*arguments: Any) -> Any:
-        raise AssertionError
-
-    with pytest.raises(ValueError, match=rf"^name is 'toy', which is the name of {__name__}.forward"):
-        flash_function("toy", other, backward)
-    for _ in range(2):  # as a cell of a notebook that runs again
-        assert flash_function("again", forward, backward).__name__ == "again"
-
-
 def test_one_compilation_serves_all_lengths() -> None:
     compiled = torch.compile(Toy.apply, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -1,4 +1,7 @@
-"""The Triton kernels compile for GPUs that are not there, as `flash_triton` launches them, with the Triton at hand."""
+"""The Triton kernels compile for GPUs that are not there, as `flash_triton` launches them, with the Triton at hand.
+
+Their names in Triton's cache are checked in the same process, because an interpreter takes seconds to start.
+"""
 
 import os
 import subprocess
@@ -10,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 
 
-@pytest.mark.parametrize("options, kernels", [([], 7), pytest.param(["--all"], 22, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options, kernels", [([], 6), pytest.param(["--all"], 22, marks=pytest.mark.slow)])
 def test_every_kernel_compiles_to_the_instructions_it_is_written_for(
     options: list[str], kernels: int, tmp_path: Path
 ) -> None:

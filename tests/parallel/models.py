@@ -162,6 +162,27 @@ def check_training(
     return states
 
 
+def check_each(
+    names: Sequence[str],
+    model: str,
+    world_size: int = 2,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    tolerance: tuple[float, float] = (1e-4, 1e-5),
+    **given: Any,
+) -> None:
+    """`check_training` of several strategies, one after the other on the same ranks."""
+    call = functools.partial(train_on_ranks, model=model, make_optimizer=make_optimizer, **given)
+    expected = train_alone(model, STEPS, make_optimizer)
+    of_ranks = run_ranks(for_each, world_size, names, call)
+
+    def check(name: str) -> None:
+        states = [of_rank[name] for of_rank in of_ranks]
+        assert_ranks_equal(states)
+        assert_close(states[0], expected, rtol=tolerance[0], atol=tolerance[1])
+
+    for_each(names, check)
+
+
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():

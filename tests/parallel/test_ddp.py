@@ -19,6 +19,7 @@ from tests.parallel.models import (
     assert_ranks_equal,
     batch_of,
     build,
+    check_each,
     check_training,
     for_each,
     mean_loss,
@@ -37,16 +38,14 @@ SMALL = 0.002  # bucket_size_mb, of several buckets
 
 
 @pytest.mark.parametrize("model, world_size", [("awkward", 1), ("awkward", 4), ("transformer", 2)])
-@pytest.mark.parametrize("name", OURS)
-def test_equals_one_process(name: str, model: str, world_size: int) -> None:
-    check_training(name, model, world_size, bucket_size_mb=SMALL)
+def test_equals_one_process(model: str, world_size: int) -> None:
+    check_each(OURS, model, world_size, bucket_size_mb=SMALL)
 
 
 @pytest.mark.parametrize("micro_batches, own_zero_grad", [(4, True), (2, False)])
-@pytest.mark.parametrize("name", OURS)
-def test_accumulation(name: str, micro_batches: int, own_zero_grad: bool) -> None:
+def test_accumulation(micro_batches: int, own_zero_grad: bool) -> None:
     given = dict(micro_batches=micro_batches, own_zero_grad=own_zero_grad, bucket_size_mb=0.001)
-    check_training(name, "awkward", 2, sgd, **given)
+    check_each(OURS, "awkward", 2, sgd, **given)
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if "grad_dtype" in get_strategy(name).options])
@@ -126,28 +125,24 @@ def test_parameters_that_some_ranks_do_not_use() -> None:
                         assert torch.equal(gradient, torch.full_like(gradient, share)), (name, uses)
 
 
-def trained_on_equal_batches(name: str | None, model: str) -> dict[str, Tensor]:
+def trained_on_equal_batches(model: str, name: str) -> dict[str, Tensor]:
     module = build(model)
-    strategy = get_strategy(name or "none")(module, Options(bucket_size_mb=SMALL))
+    strategy = get_strategy(name)(module, Options(bucket_size_mb=SMALL))
     optimizer = adamw(module.parameters())
     for step in range(STEPS):
         train_step(strategy, optimizer, batch_of(step))
     return {key: value.clone() for key, value in strategy.full_state_dict().items()}
 
 
-@functools.cache
-def trained_alone_on_equal_batches(model: str) -> dict[str, Tensor]:
-    return run_ranks(trained_on_equal_batches, 1, None, model)[0]
-
-
 @pytest.mark.parametrize("model, world_size", [("transformer", 2), ("awkward", 4)])
-@pytest.mark.parametrize("name", ALL)
-def test_on_equal_batches_weights_are_those_of_one_process_bit_for_bit(name: str, model: str, world_size: int) -> None:
+def test_on_equal_batches_weights_are_those_of_one_process_bit_for_bit(model: str, world_size: int) -> None:
     """Then nothing is rounded: the mean of equal gradients of two or four ranks is the gradient itself."""
-    expected = trained_alone_on_equal_batches(model)
-    for found in run_ranks(trained_on_equal_batches, world_size, name, model):
-        assert found.keys() == expected.keys()
-        assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+    expected = run_ranks(trained_on_equal_batches, 1, model, "none")[0]
+    train = functools.partial(trained_on_equal_batches, model)
+    for of_rank in run_ranks(for_each, world_size, ALL, train):
+        for name, found in of_rank.items():
+            assert found.keys() == expected.keys(), name
+            assert [key for key in found if not torch.equal(found[key], expected[key])] == [], name
 
 
 # Ranks with different numbers of tokens
@@ -214,11 +209,13 @@ def after_a_dropped_step(name: str, own_zero_grad: bool, fails: bool) -> dict[st
     return {key: value.clone() for key, value in strategy.full_state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_dropped_step_leaves_nothing_behind(name: str) -> None:
-    for states in zip(*run_ranks(after_dropped_steps, 2, name), strict=True):
-        assert_ranks_equal(states)
-        assert_close(states[0], train_alone("transformer", 2, sgd), rtol=1e-4, atol=1e-5)
+def test_a_dropped_step_leaves_nothing_behind() -> None:
+    expected = train_alone("transformer", 2, sgd)
+    first, second = run_ranks(for_each, 2, ALL, after_dropped_steps)
+    for name in ALL:
+        for states in zip(first[name], second[name], strict=True):
+            assert_ranks_equal(states)
+            assert_close(states[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def after_a_dropped_micro_batch(by_optimizer: bool, name: str) -> list[Tensor | None]:

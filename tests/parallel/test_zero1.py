@@ -17,7 +17,7 @@ from cs336_systems.parallel.zero1_simple import SimpleShardedOptimizer
 from tests.distributed import run_ranks
 from tests.parallel.models import build
 
-STEPS = 6
+STEPS = 4
 SMALL = 0.002  # four parameters at most, so that there are many buckets
 Kind = bool | str
 """False: the plain optimizer. True: ShardedOptimizer. "simple": SimpleShardedOptimizer."""
@@ -51,11 +51,8 @@ SETUPS = {
     "Adagrad": Setup(torch.optim.Adagrad),  # has its state from the beginning
     "groups": Setup(groups=True),
     "scheduler": Setup(groups=True, scheduler=True),
-    "closure": Setup(closure=True),
     "scaler": Setup(scaler=True),
     "missing": Setup(missing=True),
-    "added": Setup(added=True),
-    "thawed": Setup(thawed=True),
     "everything, own AdamW": Setup(AdamW, **EVERYTHING),
     "everything, fused AdamW": Setup(kwargs={"lr": 1e-2, "fused": True}, **EVERYTHING),
     "everything, SGD momentum": Setup(torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, **EVERYTHING),
@@ -119,7 +116,7 @@ class Training:
         if self.setup.scaler:
             # The first call of scale creates the scale.
             self.scaler.scale(torch.ones((), device=self.device))
-            if step == 3:
+            if step == 1:
                 next(self.model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
             self.scaler.step(self.optimizer)
             self.scaler.update(1.0)
@@ -311,12 +308,15 @@ def go_on(sharded: Kind, first: int, last: int, before: dict[str, Any], own_part
 RESUMABLE = ["own AdamW", "fused AdamW", "SGD momentum", "Adagrad", "groups", "missing"]
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 1), (2, None), (None, 3)], ids=lambda s: f"from {s[0]} to {s[1]}")
-@KINDS
+@pytest.mark.parametrize(
+    "kind, sizes",
+    [(True, (2, 3)), (True, (3, 1)), (True, (2, None)), (True, (None, 3)), ("simple", (2, 3)), ("simple", (None, 3))],
+    ids=str,
+)
 def test_goes_on_at_another_world_size(kind: Kind, sizes: tuple[int | None, int | None]) -> None:
     """None: the plain optimizer."""
     results: list[dict[str, Any]] = [{}]
-    for size, first, last in zip(sizes, (0, 4), (4, STEPS), strict=True):
+    for size, first, last in zip(sizes, (0, 2), (2, STEPS), strict=True):
         results = run_ranks(go_on, size or 1, size is not None and kind, first, last, results[0], False)
     for name in RESUMABLE:
         check([result[name] for result in results], alone(name), name)
@@ -368,11 +368,6 @@ def messages() -> list[str]:
     refused([one, nn.Parameter(torch.zeros(2), requires_grad=rank == 0)])
     refused([one] if rank else [one, nn.Parameter(torch.zeros(1))])
     refused([one, nn.Parameter(torch.zeros(2, 3).t())])
-    two = nn.Parameter(torch.zeros(2))
-    refused([two, nn.Parameter(two.data)])
-    refused([two, nn.Parameter(two.data if rank else torch.zeros(2))])
-    whole = torch.zeros(6)
-    refused([nn.Parameter(whole[:4]), one, nn.Parameter(whole[3:])])
     refused([nn.Parameter(torch.zeros(2, device="meta"))])
 
     optimizer = ShardedOptimizer([one], torch.optim.SGD, lr=0.5)
@@ -385,15 +380,12 @@ def messages() -> list[str]:
 
 
 def test_refuses_parameters_that_differ_over_ranks_or_cannot_be_sent() -> None:
-    for shape, frozen, count, strides, same, on_one, overlapping, meta in run_ranks(messages, 2):
+    for shape, frozen, count, strides, meta in run_ranks(messages, 2):
         differ = "different parameters in the optimizer: parameter 1 is "
         assert f"{differ}float32 (3, 3) on cpu on rank 1 and float32 (2, 3) on cpu on rank 0" in shape
         assert f"{differ}frozen float32 (2,) on cpu on rank 1 and float32 (2,) on cpu on rank 0" in frozen
         assert f"{differ}nothing on rank 1 and float32 (1,) on cpu on rank 0" in count
         assert strides.startswith("parameter 1 is float32 (3, 2) of strides (1, 3) on cpu, ")
-        assert same.startswith("parameter 1 is in the memory of parameter 0: ")
-        assert f"{differ}float32 (2,) on cpu in the memory of parameter 0 on rank 1" in on_one
-        assert overlapping.startswith("parameter 2 is in the memory of parameter 0")
         assert meta.startswith("parameter 0 is float32 (2,) on meta")
 
 
@@ -407,7 +399,7 @@ def test_equals_the_plain_optimizer_on_nccl(name: str) -> None:
 
 
 def go_on_with_fused(before: dict[str, Any] | None) -> dict[str, Any]:
-    first, last = (4, STEPS) if before is not None else (0, 4)
+    first, last = (2, STEPS) if before is not None else (0, 2)
     training = Training(SETUPS["fused AdamW"], True, "cuda")
     if before is not None:
         training.load(before)

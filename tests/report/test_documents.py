@@ -33,15 +33,6 @@ def test_only_the_bodies_of_blocks_change() -> None:
     assert fill_blocks(filled, lambda arguments: "table 1" if arguments[0] == "runs" else "table 2") == filled
 
 
-def test_text_with_a_comment_cannot_fill_a_block(tmp_path: Path) -> None:
-    document = tmp_path / "d.md"
-    document.write_text(TEXT)
-    for text in ("x <!-- end -->", "x <!-- cs336 report runs a --> y"):
-        with pytest.raises(ValueError, match=r"`cs336 report runs 'a b' c` gives text with a comment"):
-            update_document(document, lambda _, text=text: text)
-    assert document.read_text() == TEXT
-
-
 def test_update_returns_whether_the_file_changed(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
     path.write_text(TEXT)
@@ -63,13 +54,6 @@ def test_a_document_that_cannot_be_filled_does_not_stop_the_others(tmp_path: Pat
     assert told[2] == f"document {gone} does not exist"
     assert not update_document(a, lambda arguments: "x")
     assert update_documents([a, c], lambda arguments: "y") == [f"{a}: made again", f"{c}: up to date"]
-
-
-@pytest.mark.parametrize("command", ["update a.md", "writeup --measure", "rows --help", "runs --measure", ""])
-def test_a_command_that_prints_no_table_cannot_fill_a_block(tmp_path: Path, command: str) -> None:
-    (tmp_path / "a.md").write_text(TEXT.replace("rows d", command))
-    with pytest.raises(ValueError, match=rf"a\.md: a block is of `cs336 report {command}`, which is no text"):
-        update_document(tmp_path / "a.md", lambda arguments: "x")
 
 
 def test_a_missing_row_file_is_named_with_the_document(tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ from tests.report.test_views import ROWS
 
 
 def writes(**texts: str) -> Callable[[Path], list[Path]]:
-    """Write Markdown files by their stems, and remove all others."""
+    """Write Markdown files by their stems."""
 
     def make(folder: Path) -> list[Path]:
-        for path in folder.glob("*.md"):
-            path.unlink()
         for name, text in texts.items():
             (folder / f"{name}.md").write_text(text)
         return [folder / f"{name}.md" for name in texts]
@@ -30,18 +28,15 @@ def texts_in(folder: Path) -> dict[str, str]:
     return {path.stem: path.read_text() for path in folder.iterdir() if path.name != RECORD}
 
 
-def test_a_report_replaces_and_removes_only_its_own_files(tmp_path: Path) -> None:
+def test_a_report_replaces_only_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "mine.md").write_text("mine")
     assert write_into(tmp_path, writes(a="1", b="1")) == [tmp_path / "a.md", tmp_path / "b.md"]
     assert write_into(tmp_path, writes(a="2", c="2")) == [tmp_path / "a.md", tmp_path / "c.md"]
-    assert texts_in(tmp_path) == {"mine": "mine", "a": "2", "c": "2"}
+    assert texts_in(tmp_path) == {"mine": "mine", "a": "2", "b": "1", "c": "2"}
 
 
-@pytest.mark.parametrize("damage", [None, "{", "[]"])
-def test_nothing_is_written_if_a_file_is_not_the_reports_own(tmp_path: Path, damage: str | None) -> None:
+def test_nothing_is_written_if_a_file_is_not_the_reports_own(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("mine")
-    if damage is not None:
-        (tmp_path / RECORD).write_text(damage)
     before = texts_in(tmp_path)
     with pytest.raises(ValueError, match=rf"^out is '{tmp_path}': its b\.md was not written by a report, .*; move it"):
         write_into(tmp_path, writes(a="1", b="1"))
@@ -53,7 +48,7 @@ def test_a_changed_file_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("1, and what I think of it")
     with pytest.raises(ValueError, match=r"its b\.md was not written by a report, or was changed since"):
         write_into(tmp_path, writes(a="2", b="2"))
-    write_into(tmp_path, writes(a="2"))  # would have removed b.md
+    write_into(tmp_path, writes(a="2"))
     assert texts_in(tmp_path) == {"a": "2", "b": "1, and what I think of it"}
     (tmp_path / "b.md").unlink()
     write_into(tmp_path, writes(a="3", b="3"))
@@ -69,22 +64,6 @@ def test_a_failing_report_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no row"):
         write_into(tmp_path, fail)
     assert texts_in(tmp_path) == {"a": "1"}
-
-
-def test_a_file_or_folder_in_the_way_is_named(tmp_path: Path) -> None:
-    def in_a_folder(folder: Path) -> list[Path]:
-        (folder / "pictures").mkdir()
-        (folder / "pictures/a.png").touch()
-        return [folder / "pictures/a.png"]
-
-    (tmp_path / "a.md").mkdir()
-    with pytest.raises(ValueError, match=rf"^out is '{tmp_path}': it holds a folder a\.md, where a file is to be"):
-        write_into(tmp_path, writes(a="1"))
-    (tmp_path / "pictures").touch()
-    with pytest.raises(ValueError, match=rf"^out is '{tmp_path}': it holds a file pictures, where a folder is to be"):
-        write_into(tmp_path, in_a_folder)
-    (tmp_path / "pictures").unlink()
-    assert write_into(tmp_path, in_a_folder) == [tmp_path / "pictures/a.png"]
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -133,18 +133,6 @@ def test_a_case_gets_a_table_a_csv_file_and_plots(tmp_path: Path) -> None:
     assert write_views(ROWS[3:], tmp_path / "none")  # nothing to draw is no error
 
 
-def test_pictures_that_are_not_drawn_again_are_removed(tmp_path: Path) -> None:
-    def pictures() -> list[str]:
-        return sorted(path.name for path in tmp_path.glob("*.png"))
-
-    (tmp_path / "model-mine.png").write_bytes(b"somebody else's")
-    write_views(ROWS, tmp_path)
-    assert pictures() == ["model-mine.png", "model-peak.png", "model-step.png"]
-    one_length = [row("small", 128, 10.0), row("xl", 128, 100.0), row("xl", 256, None)]
-    assert [file.name for file in write_views(one_length, tmp_path)] == ["model.md", "model.csv"]
-    assert pictures() == ["model-mine.png"]
-
-
 def test_an_error_message_is_one_escaped_line(tmp_path: Path) -> None:
     error = "out of *luck*\n\n1. ![x](/etc/passwd) <!-- end -->\n```\n\x1b]0;\ud800" + "long " * 200
     path = tmp_path / "rows.jsonl"
@@ -167,7 +155,7 @@ def test_an_unknown_case_is_refused() -> None:
 
 
 def test_every_plot_uses_fields_of_its_view() -> None:
-    by_each = {"warmup": {"step"}, "autocast-dtypes": {"of"}}  # fields that `points` adds
+    by_each = {"warmup": {"step"}}  # the field that `points` adds
     for name, view in VIEWS.items():
         for plot in view.plots:
             made = by_each.get(name, set())

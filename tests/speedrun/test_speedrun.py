@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -145,21 +144,6 @@ def test_a_short_text_is_read_sixteen_times_at_most(
     few = ["--data.source", "random", "--data.random_tokens", "100", "--model.vocab_size", "300"]
     config, _ = prepare(tmp_path / "few", "--minutes", "100", *few)
     assert config["train"]["max_steps"] < 10
-
-
-def test_two_speedruns_of_one_second_have_a_folder_each(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = type("Clock", (), {"now": staticmethod(lambda: datetime(2026, 1, 2, 3, 4, 5))})
-    monkeypatch.setattr(speedrun_run, "datetime", clock)
-    out = tmp_path / "a b"
-    for size in ("nano", "micro"):
-        assert command.speedrun(["--out", str(out), *STORIES, "--size", size, "--dry_run"]) == 0
-    first, second = (json.loads((out / name / "speedrun.json").read_text()) for name in
-                     ("speedrun-20260102-030405", "speedrun-20260102-030405-2"))  # fmt: skip
-    assert (first["model"]["d_model"], second["model"]["d_model"]) == (128, 256)
-    assert first["run_dir"] != second["run_dir"]
-    assert f"cs336 train --config '{out}/speedrun-20260102-030405-2/speedrun.json'" in capsys.readouterr().out
 
 
 def test_several_processes_and_their_command(

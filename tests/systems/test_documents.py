@@ -1,7 +1,6 @@
 """Texts from folders, patterns, records, compressed files and datasets."""
 
 import gzip
-import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -75,12 +74,6 @@ def test_no_file_is_an_error_with_the_field(name: str, message: str, tmp_path: P
 def test_what_cannot_be_in_the_text_is_replaced(tmp_path: Path) -> None:
     write_documents([("here", f"half a pair \ud800, a mark{DOCUMENT_END}")], "text", tmp_path / "out")
     assert (tmp_path / "out").read_text() == f"half a pair ?, a mark\n\ufffd{DOCUMENT_END}"
-
-
-def test_records_without_any_text_are_not_read_to_their_end(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="1,000 of 1,000 records have no text in 'messages'"):
-        write_documents((("there", None) for _ in itertools.count()), "messages", tmp_path / "out")
-    assert not [*tmp_path.iterdir()]
 
 
 def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,24 +46,11 @@ def test_mode_and_links_are_kept_and_text_is_utf_8(tmp_path: Path) -> None:
     assert target.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_pipe_is_written_to_directly(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_whole(pipe, "through")
-    assert os.read(reader, 100) == b"through"
-    assert pipe.is_fifo()
-    os.close(reader)
-
-
-def test_a_cycle_of_links_and_a_file_as_a_folder_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
+def test_a_file_as_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path / "a", tmp_path / "file" / "c"):
-        with pytest.raises(OSError) as caught:  # noqa: PT011
-            write_whole(path, "x")
-        assert caught.value.filename == str(path)
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        write_whole(tmp_path / "file" / "c", "x")
+    assert caught.value.filename == str(tmp_path / "file" / "c")
 
 
 def test_a_new_file_has_the_mode_that_others_have(tmp_path: Path) -> None:

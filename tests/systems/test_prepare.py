@@ -387,12 +387,3 @@ def test_random_tokens_have_the_tokenizer_that_is_named(two_texts: Path) -> None
     prepare_data(text_config())  # leaves a tokenizer in data_dir
     assert prepare_data(random_config()).tokenizer is None
     assert prepare_data(random_config(tokenizer="mine.json")).tokenizer is not None
-
-
-def test_one_file_has_one_field_however_it_is_spelled(folder: Path) -> None:
-    Path("link.npy").symlink_to("a.npy")
-    for other in ("a.npy", "./a.npy", str(folder / "a.npy"), "link.npy"):
-        with pytest.raises(
-            ValueError, match=r"^data\.train_tokens is '.*': it must be another file than data\.tokenizer$"
-        ):
-            text_config(tokenizer="a.npy", train_tokens=other)

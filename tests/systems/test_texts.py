@@ -48,11 +48,9 @@ def test_a_validation_part_of_another_kind_is_warned_of(two_texts: Path, caplog:
     many_stories = "".join(stories(0, 300_000))
     documents = "".join(path.read_text() for path in sorted(Path(__file__).parents[2].glob("docs/*.md")))
     texts = {"code": CODE[:300_000], "stories": many_stories, "documents": documents[:300_000]}
-    for name, text in texts.items():
+    for (name, text), other in zip(texts.items(), [documents, CODE, many_stories], strict=True):
         assert not said_another_kind(text, caplog), name
-        for other in texts.values():
-            if other != text:
-                assert said_another_kind(text[:270_000] + other[:30_000], caplog), name
+        assert said_another_kind(text[:270_000] + other[:30_000], caplog), name
 
 
 @pytest.mark.parametrize("length", [1_000, 3_000, 10_000])
@@ -239,7 +237,7 @@ def test_random_tokens_are_never_too_few_for_a_sequence(two_texts: Path) -> None
 # NUL characters
 
 
-@pytest.mark.parametrize("place, count", [(0, 1), (5_000, 1), (5_000, 50_000), (2_500_000, 50_000)])
+@pytest.mark.parametrize("place, count", [(0, 1), (5_000, 1), (5_000, 50_000), (1_100_000, 50_000)])
 def test_nul_characters_are_text_wherever_they_are(two_texts: Path, place: int, count: int) -> None:
     text = TEXT * (1 + place // len(TEXT))
     text = text[:place] + "\0" * count + text[place:]

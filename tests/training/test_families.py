@@ -41,8 +41,9 @@ LLAMA = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model, precision", [("grouped, normed, tied", "bf16"), ("one key head, scaled", "fp32"), ("window", "bf16")]
+)
 def test_it_learns_and_goes_on_where_it_stopped(model: str, precision: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(model=MODELS[model], train=dict(precision=precision))
     whole = train(make_config(tmp_path, "whole", **settings))
@@ -74,16 +75,17 @@ def losses_of_ranks(folder: Path, parallel: dict[str, Any], precision: str) -> l
         return [*rows, trainer.evaluate(random_tokens(700, seed=1))]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "parallel",
+    "parallel, precision",
     [
-        dict(strategy="overlap"),
-        dict(strategy="bucketed", shard_optimizer=True),
-        dict(strategy="fsdp"),
-        dict(strategy="fsdp_simple"),
+        (dict(strategy="overlap"), "bf16"),
+        (dict(strategy="bucketed", shard_optimizer=True), "fp32"),
+        (dict(strategy="bucketed", shard_optimizer=True), "bf16"),
+        (dict(strategy="fsdp"), "fp32"),
+        (dict(strategy="fsdp"), "bf16"),
+        (dict(strategy="fsdp_simple"), "fp32"),
     ],
-    ids=lambda parallel: parallel["strategy"],
+    ids=str,
 )
 def test_two_ranks_give_the_losses_of_one(parallel: dict[str, Any], precision: str, tmp_path: Path) -> None:
     alone = losses_of_ranks(tmp_path, {}, precision)
@@ -92,10 +94,12 @@ def test_two_ranks_give_the_losses_of_one(parallel: dict[str, Any], precision: s
 
 
 def first_losses(config: RunConfig, end_of_text: int) -> list[float]:
+    """Of a step, and of an evaluation after it unless the model is compiled, which each form would be anew."""
     model = TransformerLM(**dataclasses.asdict(config.model.shape))
     trainer = Trainer(config, model, random_tokens() % 6, "cpu", end_of_text)
     with contextlib.closing(trainer):
-        return [trainer.train_step()["loss"], trainer.evaluate(random_tokens(300, seed=1) % 6)]
+        loss = trainer.train_step()["loss"]
+        return [loss] if config.train.compile else [loss, trainer.evaluate(random_tokens(300, seed=1) % 6)]
 
 
 def losses_of_documents(folder: Path, parallel: dict[str, Any], train: dict[str, Any]) -> list[float]:
@@ -113,8 +117,9 @@ def test_every_way_of_training_keeps_attention_within_documents(
     expected = losses_of_documents(tmp_path, {}, {})
     torch.manual_seed(0)
     assert first_losses(make_config(tmp_path, model=WINDOWED), end_of_text=3) != pytest.approx(expected, rel=1e-4)
-    for way in (dict(activation_checkpointing="groups_2"), dict(loss_chunk_tokens=7), dict(compile=True)):
+    for way in (dict(activation_checkpointing="groups_2"), dict(loss_chunk_tokens=7)):
         assert losses_of_documents(tmp_path, {}, way) == pytest.approx(expected, rel=1e-5)
+    assert losses_of_documents(tmp_path, {}, dict(compile=True)) == pytest.approx(expected[:1], rel=1e-5)
     for strategy in ("fsdp", "overlap"):
         for found in run_ranks(losses_of_documents, 2, tmp_path, dict(strategy=strategy, devices=2), {}):
             assert found == pytest.approx(expected, rel=1e-5)

@@ -153,7 +153,7 @@ def test_an_import_without_a_tokenizer_warns(trained: Path, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("model.d_model", None, "its identity has no model.d_model"),
+        ("model.d_model", None, "model.d_model is missing"),
         ("model.rope_theta", [1], "model.rope_theta is [1]: it must be a number"),
         ("model.d_ff", "64", "model.d_ff is '64': it must be an integer"),
         ("tokenizer", ["x"], "is not the tokenizer that"),

@@ -33,7 +33,7 @@ from tests.training.helpers import assert_same_tensors, make_config, tiny_traine
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-STEPS, BAD_STEP = 10, 5
+STEPS, BAD_STEP = 6, 4
 
 
 def config_of(

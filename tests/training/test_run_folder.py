@@ -199,8 +199,6 @@ def test_a_configuration_that_was_copied_alone_is_a_template(tmp_path: Path, fin
 def test_whether_to_resume_is_not_kept(tmp_path: Path, finished: RunConfig) -> None:
     config = copy_of(finished, tmp_path)
     file = run_dir(config) / "config.json"
-    file.write_text(json.dumps(config.to_dict() | {"resume": "auto"}))  # as earlier versions wrote it
-    assert load_config(file).resume == "none"
     for resume in ("auto", checkpoint_path(config, 5)):
         shutil.rmtree(checkpoint_path(config, 10))
         train(resumed(config, resume))
@@ -344,26 +342,6 @@ def test_a_checkpoint_of_one_run_is_not_gone_on_from_in_the_folder_of_another(
         train(resumed(config, checkpoint_path(finished, 5)))
     with pytest.raises(ValueError, match=r"resume is '.*/nowhere': it must be none, auto or the folder of"):
         train(resumed(config, tmp_path / "nowhere"))  # which is no other run
-
-
-@pytest.mark.parametrize(
-    "name", ["checkpoints", "config.json", "tokenizer.json", "metrics.jsonl", "result.json", "sample.txt"]
-)
-def test_a_file_in_place_of_a_folder_or_a_folder_in_place_of_a_file_is_found_before_training(
-    name: str, tmp_path: Path
-) -> None:
-    config = make_config(tmp_path)
-    run_dir(config).mkdir()
-    wrong = run_dir(config) / name
-    (wrong.touch if name == "checkpoints" else wrong.mkdir)()
-    with pytest.raises(ValueError, match=rf"run_dir .* holds a (file|folder) {name}\b"):
-        train(config)
-    assert not (tmp_path / "data").exists()
-
-
-def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"run_dir .*xxx cannot be read: File name too long"):
-        train(dataclasses.replace(make_config(tmp_path), run_dir=str(tmp_path / ("x" * 300))))
 
 
 def test_a_resumed_run_keeps_its_init_from_and_takes_no_other(tmp_path: Path, finished: RunConfig) -> None:

@@ -69,7 +69,8 @@ def test_in_another_thread_signals_are_left_alone() -> None:
 
 # Real processes and real signals
 
-LONG = dict(max_steps=100, batch_size=8, gradient_accumulation_steps=4, validation_interval=0)
+STEPS = 61
+LONG = dict(max_steps=STEPS, batch_size=8, gradient_accumulation_steps=4, validation_interval=0)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def assert_same_long_end(config: RunConfig, undisturbed: RunConfig) -> None:
-    assert_same_tensors(end_of(config, 100).tensors, end_of(undisturbed, 100).tensors)
+    assert_same_tensors(end_of(config, STEPS).tensors, end_of(undisturbed, STEPS).tensors)
     assert loss_rows(config) == loss_rows(undisturbed)
 
 
@@ -103,7 +104,7 @@ def test_a_signal_ends_the_process_after_its_step_with_a_checkpoint_from_which_t
 
     result = json.loads((run_dir(config) / "result.json").read_text())
     step = result["step"]
-    assert 5 <= step < 100, "the signal came too late for this test"
+    assert 5 <= step < STEPS, "the signal came too late for this test"
     assert result["interrupted"] == number.name
     assert read_metrics(run_dir(config) / METRICS_FILE)[-1] == {"step": step, "valid_loss": result["valid_loss"]}
     assert [row["step"] for row in loss_rows(config)] == list(range(1, step + 1))
@@ -132,7 +133,7 @@ def test_a_second_process_is_refused_and_a_killed_one_leaves_a_folder_that_goes_
         process.wait(timeout=30)
     train(resumed(config))
     assert_same_long_end(config, undisturbed)
-    assert checkpoint_names(config) == [checkpoint_name(99), checkpoint_name(100)]
+    assert checkpoint_names(config) == [checkpoint_name(STEPS - 1), checkpoint_name(STEPS)]
 
 
 HANGING = """

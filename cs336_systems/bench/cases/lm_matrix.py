@@ -178,7 +178,7 @@ def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dic
         data = DataConfig(source="stories", data_dir=str(folder / "data"), story_chars=chars)
         prepare_data(RunConfig(model=model, data=data))
         files = str(data.train_tokens), str(data.valid_tokens)
-    count, _ = (len(load_tokens(path, model.shape.vocab_size, config.context_length + 1)) for path in files)
+    count, _ = (len(load_tokens(path, model.shape.vocab_size)) for path in files)
     epoch_steps = max(1, count // (config.batch_size * config.context_length))
     steps = min(config.epochs * epoch_steps, config.max_steps or config.epochs * epoch_steps)
     run = config.run_config(folder, files, steps)

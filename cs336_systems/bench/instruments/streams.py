@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .trace import Event, Interval, Profiler, gpu_events, length, merge, overlap, read_trace
+from .trace import Event, Interval, gpu_events, length, merge, overlap, read_trace
 
 KINDS = ("compute", "communication")
 Streams = dict[str, list[Interval]]
@@ -40,7 +40,7 @@ def profile_step(step: Callable[[], Any], is_profiled: bool, device: torch.devic
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] if host or not on_gpu else []
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-    with Profiler(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities) as profile:
         step()
         if on_gpu:
             torch.cuda.synchronize(device)

@@ -1,9 +1,7 @@
-"""`torch.profiler` without its notices; ranges that name work in its traces, their events, and intervals of time."""
+"""Ranges that name work in the traces of `torch.profiler`, their events, and intervals of time."""
 
 import gzip
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,38 +15,6 @@ Interval = tuple[float, float]
 
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-
-
-class Profiler(torch.profiler.profile):
-    """`torch.profiler.profile` without the lines on stderr that PyTorch 2.13 prints at each start and stop.
-
-    `KINETO_LOG_LEVEL` would silence errors too, and only if it is set before PyTorch is imported.
-    """
-
-    def start_trace(self) -> None:
-        with _without_notices():
-            super().start_trace()
-
-    def stop_trace(self) -> None:
-        with _without_notices():
-            super().stop_trace()
-
-
-@contextmanager
-def _without_notices() -> Iterator[None]:
-    """Hold back the output to file descriptor 2, also that of C++; then write it there without the notices."""
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            held.seek(0)
-            for line in held:
-                if not line.startswith(b"USDT:"):
-                    os.write(2, line)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ...machine.hardware import check_precision, select_device
 from ...planner.accounting import PLAIN_ATTENTION, attention_product_flops, softmax_flops
 from ..case import Case, swept
 from ..instruments.timing import Stopwatch, wait_for
-from ..instruments.trace import Profiler, named_range, read_trace
+from ..instruments.trace import named_range, read_trace
 from ..outcome import each
 from ..workload import Workbench, Workload
 from .kernel_totals import KERNELS_FILE, KernelTotal, add_up, busy_ms, kernel_metrics, write_kernels
@@ -163,7 +163,7 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
     # In its first step the profiler sets itself up; that step is not recorded.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     times = []
-    with Profiler(activities=activities, schedule=schedule) as profiler:
+    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
         for _ in range(steps + 1):
             watch = Stopwatch(bench.device)
             bench.step()

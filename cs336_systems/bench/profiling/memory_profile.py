@@ -88,7 +88,7 @@ def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:
     metrics = {**found, "categories_from": "tensors", "counts": phases.counts, "allocator": phases.allocator}
     return Row(
         case=CASE.name,
-        variant=str(phases.config.get("mode", "step")),
+        variant=str(phases.config["mode"]),
         config=phases.config,
         status="ok" if phases.error is None else "oom",
         metrics={**metrics, "counted": counted(phases.config)},
@@ -98,9 +98,7 @@ def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:
 
 
 def counted(config: dict[str, Any]) -> dict[str, int]:
-    """Float32 bytes of one residual-stream activation, 4 B N d, and of the parameters; {} without the sizes."""
-    if not {*SHAPE_FIELDS, "batch_size"} <= config.keys():
-        return {}
+    """Float32 bytes of one residual-stream activation, 4 B N d, and of the parameters."""
     shape = ModelShape(**{name: config[name] for name in SHAPE_FIELDS})
     return {
         "residual_stream_bytes": residual_bytes(shape, config["batch_size"], shape.context_length),

@@ -58,11 +58,6 @@ def read_phases(path: Path) -> Phases:
         names, times = map(printable, content.pop("names")), content.pop("boundaries_us")
         held = tuple(Held(**entry) for entry in content.pop("held"))
         phases = Phases(names=tuple(names), boundaries_us=tuple(times), held=held, **content)
-        if not phases.names or len(times) - len(phases.names) not in (0, 1) or times != sorted(times):
-            raise ValueError(f"boundaries_us is {times}: it must have {len(phases.names) + 1} times, in order")
-        for each in held:
-            if each.category not in CATEGORIES or each.boundary not in range(len(times)):
-                raise ValueError(f"held has boundary {each.boundary!r}, category {each.category!r}")
     except Exception as error:  # damaged content can raise any
         reason = printable(f"{type(error).__name__}: {error}")
         raise ValueError(f"phases file {path} is damaged ({reason}); without it, categories are lifetimes") from error

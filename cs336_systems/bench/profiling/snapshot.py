@@ -106,30 +106,18 @@ def _stacks() -> _Stacks:
 
 
 def _event(entry: dict[str, Any], stack: _Stacks) -> Event:
-    action, time_us = entry["action"], _number(entry, "time_us")
+    action, time_us = entry["action"], entry["time_us"]
     if action == "oom":
         return Event(action, 0, 0, time_us, ())
     frames = stack(entry.get("frames", [])) if action == "alloc" else ()
-    return Event(action, _number(entry, "addr"), _number(entry, "size"), time_us, frames)
+    return Event(action, entry["addr"], entry["size"], time_us, frames)
 
 
 def _active_blocks(segment: dict[str, Any], stack: _Stacks) -> Iterator[Block]:
-    """The blocks in use. In older snapshots blocks have no addresses; they follow one another in memory."""
-    address = _number(segment, "address")
+    """The blocks in use."""
     for block in segment["blocks"]:
-        size, address = _number(block, "size"), _number(block, "address", address)
         if block["state"] in _STATES:
-            requested = _number(block, "requested_size", size)
-            yield Block(address, requested, stack(block.get("frames", [])))
-        address += size
-
-
-def _number(entry: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A size, an address or a time, which NumPy and the page can hold."""
-    value: Any = entry[name] if default is None else entry.get(name, default)
-    if not isinstance(value, int) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{name} is {value!r:.80}: it must be an integer of at least 0 and below 2^62")
-    return value
+            yield Block(block["address"], block["requested_size"], stack(block.get("frames", [])))
 
 
 def printable(text: str) -> str:

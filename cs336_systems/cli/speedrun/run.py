@@ -1,6 +1,5 @@
 """A speedrun up to its training: make the data, search, write the configuration, print the commands."""
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -124,12 +123,8 @@ class Speedrun:
         shapes = {size: self._config(size).model.shape for size in self.sizes}
         tokens = len(prepare_data(self._config(self.sizes[0])).train)
         self.started = time.perf_counter()
-        stamp = f"speedrun-{datetime.now():%Y%m%d-%H%M%S}"
-        for name in (stamp, *(f"{stamp}-{i}" for i in range(2, 100))):
-            self.folder = self.out / name
-            with contextlib.suppress(FileExistsError):
-                self.folder.mkdir(parents=True)
-                break
+        self.folder = self.out / f"speedrun-{datetime.now():%Y%m%d-%H%M%S}"
+        self.folder.mkdir(parents=True)
         self.fields["run_dir"] = str(self.folder / "run")
         config = self._final(self._search(shapes, tokens), tokens)
         file = self.folder / "speedrun.json"

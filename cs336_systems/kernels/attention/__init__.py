@@ -1,7 +1,7 @@
 """The attention kernels by name. All follow the contract of `cs336_basics.attention.scaled_dot_product_attention`."""
 
 import contextlib
-import importlib.util
+import importlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -59,31 +59,6 @@ class _Kernels(Mapping[str, Attention]):
 ATTENTION = _Kernels()
 
 
-def _auto(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool = False,
-    *,
-    window: int | None = None,
-    documents: Documents | None = None,
-) -> Tensor:
-    """sdpa, but flash_triton for a window and documents where it runs: sdpa would compute what they hide."""
-    # Statements, because the compiler traces no other kind of import.
-    if (window is None and documents is None) or not _runs_flash_triton(q.device):
-        from .peers import sdpa as attention
-    else:
-        from .flash_triton import flash_triton as attention
-    return attention(q, k, v, is_causal, window=window, documents=documents)
-
-
-@torch.compiler.assume_constant_result  # nor can compiled code ask the card
-def _runs_flash_triton(device: torch.device) -> bool:
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def get_attention(name: str) -> Attention:
     """The kernel registered as `name`, or your own at "module:function". "auto" leaves the choice to PyTorch.
 
@@ -98,7 +73,9 @@ def get_attention(name: str) -> Attention:
         require(callable(attention), "model.attention", name, "a function, attention(q, k, v, is_causal)")
         return attention
     if name == "auto":
-        return _auto
+        from .auto import auto
+
+        return auto
     require(name in ATTENTION, "model.attention", name, f"auto or one of {', '.join(ATTENTION)}, or module:function")
     try:
         return ATTENTION[name]

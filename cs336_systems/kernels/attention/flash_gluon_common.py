@@ -64,8 +64,8 @@ LAYOUTS = {
 """How TMA lays out a tile (4 axes), a block of DQ (2 axes) and a piece of STARTS (1 axis) in shared memory."""
 NUM_WARPS = 4
 """Warps of the first warpgroup; a kernel adds a second warpgroup and the warp that loads."""
-MAX_REGISTERS = 168
-"""Per thread: 65,536 over 12 warps. The kernels redistribute them."""
+MAX_REGISTERS = {2: 168, 3: 128}
+"""Per thread, by the number of warpgroups that compute: 65,536 over 12 or 16 warps. The kernels redistribute them."""
 REGISTERS = gl.constexpr([240, 24])
 """Per thread of the second warpgroup and of the warp that loads; the first warpgroup gets the rest, 240 too."""
 LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "GROUP"]

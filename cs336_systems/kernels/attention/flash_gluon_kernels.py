@@ -1,12 +1,13 @@
 """The forward pass of `flash_triton` for Hopper in Gluon, as in FlashAttention-3 (Shah et al. 2024).
 
 Triton's compiler waits for a matrix product before it starts the exponentials. Here the kernel itself overlaps them:
-one warp loads the tiles of keys and values, and each of two groups of four warps (a warpgroup) loops over them with 64
-queries of its own. A warpgroup starts the product with the next keys, then the product with the present values, and
-computes the exponentials of the next scores while the second product runs.
+one warp loads the tiles of keys and values, and each of two or three groups of four warps (a warpgroup) loops over them
+with 64 queries of its own. A warpgroup starts the product with the next keys, then the product with the present values,
+and computes the exponentials of the next scores while the second product runs.
 
 The warpgroups take turns to start their products (FlashAttention-3's ping-pong): the products of one run while the
-other computes its exponentials. With S(j) = q k^T and P(j) = exp2(S(j) - m) for the tile of keys j, over time:
+others compute their exponentials. With S(j) = q k^T and P(j) = exp2(S(j) - m) for the tile of keys j, two of them over
+time:
 
     first group      start S(j), P v     P(j) ............     start S(j-1), P v     P(j-1) ..........
     second group     P(j+1) ..........   start S(j), P v       P(j) ..............   start S(j-1), P v
@@ -29,8 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .flash_gluon_common import (
-    BLOCK,
-    GROUPS,
     LENGTHS,
     LOG2_E,
     REGISTERS,
@@ -49,31 +48,41 @@ from .flash_gluon_common import (
 )
 
 BN = 128
-_ROWS, _GROUPS, _BN = gl.constexpr(ROWS), gl.constexpr(GROUPS), gl.constexpr(BN)
+_ROWS, _BN = gl.constexpr(ROWS), gl.constexpr(BN)
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
 """How the threads of a warpgroup divide a tile of scores."""
 _ROW, _COLUMN = gl.constexpr(gl.SliceLayout(1, _SCORES.value)), gl.constexpr(gl.SliceLayout(0, _SCORES.value))
 _LN_2 = gl.constexpr(math.log(2))
 
 
-@gluon.jit
-def _place(tile, H, N_q, N_k, band, TILES, GROUP, CAUSAL: gl.constexpr, BAND: gl.constexpr):
-    """b, h, bh and the first query of a tile, and its tiles of keys, from `begin` to `count`.
+def groups(d_pad: int) -> int:
+    """Warpgroups of a program: as many as its registers can serve. Each reads all keys and values of the tile."""
+    return 3 if d_pad == 64 else 2
 
-    Its queries see all keys of the tiles from `inner` on, except for those of the last one.
-    """
-    num_blocks = gl.cdiv(N_q, BLOCK)
+
+@gluon.jit
+def _place(tile, H, N_q, TILES, GROUP, GROUPS: gl.constexpr):
+    """b, h, bh and the first query of a tile."""
+    num_blocks = gl.cdiv(N_q, GROUPS * _ROWS)
     block, b, h, bh = place(tile, TILES, num_blocks, H, GROUP)
-    m0 = (num_blocks - 1 - block) * BLOCK
+    return b, h, bh, (num_blocks - 1 - block) * GROUPS * _ROWS
+
+
+@gluon.jit
+def _seen(m0, rows: gl.constexpr, b, N_k, band, CAUSAL: gl.constexpr, BAND: gl.constexpr):
+    """The tiles of keys that so many queries see, from `begin` to `count`.
+
+    Each of 64 queries sees all keys of the tiles from `inner` on, except for those of the last one.
+    """
     end = N_k
     if CAUSAL:
-        end = gl.minimum(m0 + BLOCK, N_k)
+        end = gl.minimum(m0 + rows, N_k)
     count = gl.cdiv(end, _BN)
     begin, inner = 0, 0
     if BAND != "none":
         begin = first_key(m0, b, band, N_k, BAND) // _BN
-        inner = gl.minimum(gl.cdiv(first_key(m0 + BLOCK - 1, b, band, N_k, BAND), _BN), count - 1)
-    return b, h, bh, m0, begin, inner, count
+        inner = gl.minimum(gl.cdiv(first_key(m0 + rows - 1, b, band, N_k, BAND), _BN), count - 1)
+    return begin, inner, count
 
 
 @gluon.jit
@@ -86,7 +95,7 @@ def _load_next(desc, b, h, row, buffers, ready, empty, step):
 
 
 @gluon.jit
-def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
+def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
     """Load the tiles in the order in which the warpgroups read them: the last keys come first."""
     descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, band, TILES, GROUP = work
     q_, k_, v_, _ = descs
@@ -94,8 +103,9 @@ def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, 
     tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, _bh, m0, begin, _inner, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, CAUSAL, BAND)
-        for group in gl.static_range(_GROUPS):
+        b, h, _bh, m0 = _place(tile, H, N_q, TILES, GROUP, GROUPS)
+        begin, _inner, count = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
+        for group in gl.static_range(GROUPS):
             mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
             bar = q_ready.index(group)
             mbarrier.expect(bar, q_.block_type.nbytes)
@@ -129,6 +139,30 @@ def _start_output(p, acc, v_buffers, v_ready, step):
 
 
 @gluon.jit
+def _wait_for_turn(turns, group: gl.constexpr, n):
+    """Wait for this warpgroup's n-th turn to start products. The first one is the first warpgroup's."""
+    mbarrier.wait(turns.index(group), n & 1 ^ (group == 0))
+
+
+@gluon.jit
+def _pass_turn(turns, group: gl.constexpr, GROUPS: gl.constexpr):
+    mbarrier.arrive(turns.index((group + 1) % GROUPS))
+
+
+@gluon.jit
+def _pass_over(bars, group: gl.constexpr, lo, hi, i, GROUPS: gl.constexpr):
+    """The steps from lo to hi, whose keys only other warpgroups see. The i-th tile's turn n belongs to step n + i."""
+    _, _, _, k_ready, k_empty, v_ready, v_empty, turns = bars
+    for step in range(lo, hi):
+        wait_ready(k_ready, step)
+        mbarrier.arrive(k_empty.index(step % STAGES))
+        wait_ready(v_ready, step)
+        mbarrier.arrive(v_empty.index(step % STAGES))
+        _wait_for_turn(turns, group, step - i)
+        _pass_turn(turns, group, GROUPS)
+
+
+@gluon.jit
 def _softmax(
     s, total, m, first_row, n0, limit, sc, N_k, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr
 ):
@@ -152,7 +186,7 @@ def _softmax(
 @gluon.jit
 def _loop(
     q, p, acc, total, m, buffers, bars, group: gl.constexpr, i, end, lo, hi, first_row, limit, sc, N_k,
-    OUTPUT: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr,
+    OUTPUT: gl.constexpr, GROUPS: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of keys from lo to hi, the last one first. Tile j has step end - 1 - j, and needs no causal mask.
 
@@ -162,18 +196,19 @@ def _loop(
     _, q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = bars
     for j in range(hi - 1, lo - 1, -1):
         step = end - 2 - j
-        # The first turn is the first group's. A tile has one turn less than steps.
-        mbarrier.wait(turns.index(group), (step - i) & 1 ^ 1 ^ group)
+        _wait_for_turn(turns, group, step - i)  # a tile has one turn less than steps
         scores = _start_scores(q, k_buffers, k_ready, step + 1)
         output = _start_output(p, acc, v_buffers, v_ready, step)
-        mbarrier.arrive(turns.index(1 - group))
+        _pass_turn(turns, group, GROUPS)
         s = warpgroup_mma_wait(1, [scores])
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, MASKED)
-        p_next = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
+            p_next = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a barrier,
         # and without it would wait for the product before it computes the exponentials.
         mbarrier.wait(q_ready.index(group), i & 1)
-        acc, p = warpgroup_mma_wait(0, [output, p_next])
+        acc, p_next = warpgroup_mma_wait(0, [output, p_next])
+        p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         mbarrier.arrive(k_empty.index((step + 1) % STAGES))
         mbarrier.arrive(v_empty.index(step % STAGES))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -181,10 +216,12 @@ def _loop(
 
 
 @gluon.jit
-def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
+def _consumer(
+    work, group: gl.constexpr, D_PAD: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr
+):
     """One warpgroup: o and L of its queries.
 
-    A tile has as many keys as queries: only the last one needs a mask, and the first ones where there is a band.
+    They see some keys of the last tile, and all keys of those before it, but for the first ones where there is a band.
     """
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
     descs, buffers, bars, L, _, scale, H, N_q, N_k, band, TILES, GROUP = work
@@ -195,11 +232,16 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, m0, begin, inner, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, CAUSAL, BAND)
+        b, h, bh, m0 = _place(tile, H, N_q, TILES, GROUP, GROUPS)
         first_row = m0 + group * _ROWS
+        tile_begin, _inner, tile_count = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
+        begin, inner, count = _seen(first_row, _ROWS, b, N_k, band, CAUSAL, BAND)
         limit = first_row
         if BAND != "none":
             limit = first_key(first_row + gl.arange(0, _ROWS, _ROW), b, band, N_k, BAND)
+        end = start + tile_count
+        _pass_over(bars, group, start, end - count, i, GROUPS)
+        start = end - count
         mbarrier.wait(q_ready.index(group), i & 1)
         scores = _start_scores(q, k_buffers, k_ready, start)
         s = warpgroup_mma_wait(0, [scores])
@@ -209,21 +251,22 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
         m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
         p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * _BN, limit, sc, N_k, CAUSAL, BAND, True)
         p = gl.convert_layout(p.to(o_.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        end = start + count
         p, acc, total, m = _loop(
             q, p, acc, total, m, buffers, bars, group, i, end, inner, count - 1, first_row, limit, sc, N_k,
-            OUTPUT, BAND, False,
+            OUTPUT, GROUPS, BAND, False,
         )  # fmt: skip
         if BAND != "none":
             p, acc, total, m = _loop(
                 q, p, acc, total, m, buffers, bars, group, i, end, begin, inner, first_row, limit, sc, N_k,
-                OUTPUT, BAND, True,
+                OUTPUT, GROUPS, BAND, True,
             )  # fmt: skip
         start = end - begin
         mbarrier.arrive(q_empty.index(group))
         output = _start_output(p, acc, v_buffers, v_ready, start - 1)
         acc = warpgroup_mma_wait(0, [output])
         mbarrier.arrive(v_empty.index((start - 1) % STAGES))
+        _pass_over(bars, group, start, end - tile_begin, i + 1, GROUPS)
+        start = end - tile_begin
         rows = first_row + gl.arange(0, _ROWS, _ROW)
         gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
         o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -237,33 +280,45 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q_, k_, v_, o_, L, COUNTER, DOCUMENT_STARTS, scale, H, N_q, N_k, WINDOW, TILES, GROUP,
-    D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    D_PAD: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """o and L of this program's tiles of queries."""
     dtype: gl.constexpr = q_.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, D_PAD], shared)
+    q_buffers = gl.allocate_shared_memory(dtype, [GROUPS, _ROWS, D_PAD], shared)
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES, _BN, D_PAD], shared)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES, _BN, D_PAD], shared)
-    o_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, D_PAD], shared)
+    o_buffers = gl.allocate_shared_memory(dtype, [GROUPS, _ROWS, D_PAD], shared)
     tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 32], gl.NVMMASharedLayout(0, 32, 1))
     tile_ready = barriers(STAGES, 1)
-    q_ready, q_empty = barriers(_GROUPS, 1), barriers(_GROUPS, 1)
-    k_ready, k_empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
-    v_ready, v_empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
-    turns = barriers(_GROUPS, 1)
+    q_ready, q_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
+    k_ready, k_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    v_ready, v_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    turns = barriers(GROUPS, 1)
     fence_async_shared()
     descs = (q_, k_, v_, o_)
     buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tiles)
     bars = (tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
     band = (DOCUMENT_STARTS, DOCUMENT_STARTS, WINDOW)  # the ends are not used
     work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, band, TILES, GROUP)
-    gl.warp_specialize(
-        [
-            (_consumer, (work, 0, D_PAD, CAUSAL, BAND)),
-            (_consumer, (work, 1, D_PAD, CAUSAL, BAND)),
-            (_producer, (work, D_PAD, G, CAUSAL, BAND)),
-        ],
-        [4, 1],
-        REGISTERS,
-    )
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_consumer, (work, 2, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_producer, (work, GROUPS, G, CAUSAL, BAND)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_producer, (work, GROUPS, G, CAUSAL, BAND)),
+            ],
+            [4, 1],
+            REGISTERS,
+        )

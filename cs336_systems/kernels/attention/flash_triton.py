@@ -340,25 +340,27 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool, band: Band | Non
         )
         kernel = gluon_backward.prepare_kernel if phase == "prepare" else gluon_backward.finish_kernel
         return Launch(kernel, _padded_length(q) // 64 * q.shape[0] * q.shape[1], constants, {}, 4, num_stages=1)
-    rows, program = gluon.ROWS, gluon.GROUPS * gluon.ROWS
+    rows, groups, more = gluon.ROWS, gluon.GROUPS, {}
     if phase == "forward":
+        groups = gluon_forward.groups(d_pad)
+        more = dict(GROUPS=groups)
         kernel, tiled, looped_over, blocks = gluon_forward.forward_kernel, q, k, _blocks(q, rows, gluon_forward.BN)
     else:
         kernel, tiled, looped_over = gluon_backward.gradients_kernel, k, q
         queries = gluon_backward.queries_of_a_tile(d_pad)
-        blocks = _blocks(q, queries, rows) | {name: [1, 1, program, d_pad] for name in ("k_", "v_")}
+        blocks = _blocks(q, queries, rows) | {name: [1, 1, groups * rows, d_pad] for name in ("k_", "v_")}
         blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
-    tiles = triton.cdiv(tiled.shape[2], program) * tiled.shape[0] * tiled.shape[1]
+    tiles = triton.cdiv(tiled.shape[2], groups * rows) * tiled.shape[0] * tiled.shape[1]
     scalars = _scalars(q, k, max(4, _heads_together(tiled, looped_over, 8)), band)
     return Launch(
         kernel,
         min(tiles, _num_multiprocessors(q)),
-        dict(D_PAD=d_pad, G=group_size(q, k), CAUSAL=is_causal, BAND=_kind(band), TILES=tiles, **scalars),
+        dict(D_PAD=d_pad, G=group_size(q, k), CAUSAL=is_causal, BAND=_kind(band), TILES=tiles, **more, **scalars),
         blocks,
         gluon.NUM_WARPS,
         num_stages=1,  # the kernels manage their own stages
         layouts=gluon.LAYOUTS,
-        max_registers=gluon.MAX_REGISTERS,
+        max_registers=gluon.MAX_REGISTERS[groups],
     )
 
 

@@ -41,9 +41,6 @@ There is at least one query and one key. dO has adjacent columns (its last strid
 logsumexp is contiguous."""
 Check = Callable[[Tensor, Tensor, Tensor, bool], None]
 
-_functions: dict[str, str] = {}
-"""The two functions of each name, in words."""
-
 
 class FlashFunction(torch.autograd.Function):
     """Base of the classes that `flash_function` makes."""
@@ -65,14 +62,7 @@ def flash_function(
     torch.compile of `.apply`: FlashAttention calls the operators.
 
     forward_pass checks its arguments; `check` checks fake tensors, and may look only at their shape, dtype and device.
-
-    Raises ValueError if the name belongs to other functions.
     """
-    functions = " and ".join(
-        f"{each.__module__}.{getattr(each, '__qualname__', repr(each))}" for each in (forward_pass, backward_pass)
-    )
-    if _functions.setdefault(name, functions) != functions:  # functions redefined in a notebook keep their names
-        raise ValueError(f"name is {name!r}, which is the name of {_functions[name]}")
     forward_op, backward_op = _register_operators(name, forward_pass, backward_pass, check)
     run_backward = functools.partial(_run_backward, backward_pass)
 
