@@ -70,7 +70,7 @@ def asked(case: "Case", command: str, options: Any) -> list[Any]:
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from ..bench.case import differing, is_of
     from ..bench.cases import CASES
-    from ..bench.row import exit_code, read_rows
+    from ..bench.row import check_row_file, exit_code, read_rows
     from ..bench.runner import rows_on_this_gpu
     from ..planner.rows import naming
     from ..report.outputs import write_into
@@ -82,9 +82,13 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     configs = asked(case, command, options)
     folder = folder_to_write(options.out)
-    path = folder / f"{case.name}.jsonl"
+    path = check_row_file(folder / f"{case.name}.jsonl")
     say(f"{len(configs)} to measure; rows go to {path} as they come")
-    rows = measure(case, configs, path, options)
+    try:
+        rows = measure(case, configs, path, options)
+    finally:
+        if not path.stat().st_size:  # no row was written
+            path.unlink()
     known = [row for row in read_rows(path) if row.case == case.name] if path.exists() else []
     there = rows_on_this_gpu(case, path) if options.resume else known
     wanted = [row for row in there if any(is_of(row, config) for config in configs)]

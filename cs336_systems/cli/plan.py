@@ -14,11 +14,12 @@ from ..config.model import MODEL_SIZES, SHAPE_FIELDS, SIZE_FIELDS, ModelConfig
 from ..config.run import ParallelConfig
 from ..planner.accounting import bytes_of_kinds, sizes_of
 from ..planner.activations import activation_sections, checkpointing_sections
-from ..planner.cards import CARDS, fit_transfer, get_card
+from ..planner.cards import CARDS, Card, fit_transfer, get_card
 from ..planner.check import check_json, check_text, compare
 from ..planner.communication import all_reduce_cost, collective_section, overhead_sections
 from ..planner.job import ALIASES, Job
 from ..planner.memory import RESERVE, memory_sections, peak_bytes, verdict
+from ..planner.offload import largest_offload, offload_note, smallest_offload
 from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
 from ..planner.rows import naming, overheads_beside, transfer_points
 from ..planner.scaling import Layer, scaling_sections
@@ -83,15 +84,21 @@ def _shape(options: Any) -> ModelShape:
         raise ValueError(str(error).replace("model.", "")) from error
 
 
-def _job(options: Any) -> Job:
-    """The job that the options describe. Raises ValueError naming the wrong option."""
+def _job(options: Any, memory_gib: float | None = None) -> Job:
+    """The job that the options describe. Raises ValueError naming the wrong option.
+
+    memory_gib: a GPU's, for which activation_offload auto is decided.
+    """
     given = {name: value for name, value in vars(options).items() if name in _JOB and value is not None}
     if "strategy" in given:
         given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
     elif (world_size := given.get("world_size", 1)) > 1:
         auto = ParallelConfig()
         given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.resolved_bucket_size_mb()} | given
-    return _as_trained(Job(shape=_shape(options), **given))
+    if memory_gib is None or given.get("activation_offload") != "auto":
+        return _as_trained(Job(shape=_shape(options), **given))
+    job = _as_trained(Job(shape=_shape(options), **given | {"activation_offload": "none"}))
+    return replace(job, activation_offload=smallest_offload(job, memory_gib * GIB) or largest_offload(job))
 
 
 def _as_trained(job: Job) -> Job:
@@ -104,14 +111,14 @@ def _print(sections: Sequence[Section], options: Any) -> int:
     return 0
 
 
-def _planned(job: Job, size: str | None, card: str, memory_gib: float) -> Section:
+def _planned(job: Job, options: Any, card: Card, memory_gib: float) -> Section:
     """The assumptions of a plan, and whether its peak fits the card."""
     shape = [f"{name} {getattr(job.shape, name):,}" for name in (*SIZE_FIELDS, "vocab_size", "context_length")]
     defaults = ModelShape.defaults()
     shape += [f"{name} {value}" for name in _OPTIONS if (value := getattr(job.shape, name)) != defaults[name]]
     usual = ("batch_size", "precision", "attention", "world_size", "strategy")
-    options = {field.name: (getattr(job, field.name), field.default) for field in fields(Job) if field.name in _JOB}
-    chosen = (f"{name} {value}" for name, (value, default) in options.items() if name in usual or value != default)
+    values = {field.name: (getattr(job, field.name), field.default) for field in fields(Job) if field.name in _JOB}
+    chosen = (f"{name} {value}" for name, (value, default) in values.items() if name in usual or value != default)
     needed, usable = peak_bytes(job), f"{(1 - RESERVE) * memory_gib:.4g} GiB"
     found = verdict(needed, memory_gib * GIB)
     why = {
@@ -119,8 +126,10 @@ def _planned(job: Job, size: str | None, card: str, memory_gib: float) -> Sectio
         "may not fit": f"is above {usable}; the other {RESERVE:.0%} are for the CUDA context and fragmentation",
         "does not fit": "is above the card's memory",
     }
-    notes = [f"{size or 'own shape'}: {', '.join(shape)}", f"a GPU's step: {', '.join(chosen)}"]
-    notes.append(f"{card} of {memory_gib:g} GiB, {found}: the peak of {show(needed, 'bytes')} {why[found]}")
+    notes = [f"{_size(options) or 'own shape'}: {', '.join(shape)}", f"a GPU's step: {', '.join(chosen)}"]
+    notes.append(f"{card.name} of {memory_gib:g} GiB, {found}: the peak of {show(needed, 'bytes')} {why[found]}")
+    if job.offloaded_blocks:
+        notes.append(offload_note(job, card, options.host_memory_gib and options.host_memory_gib * GIB))
     if job.world_size == 1 and (job.strategy != "none" or job.shard_optimizer):
         notes.append("one GPU shares nothing: set the number of GPUs with --world_size")
     return Section("Planned", (), tuple(notes))
@@ -129,6 +138,8 @@ def _planned(job: Job, size: str | None, card: str, memory_gib: float) -> Sectio
 def _step_parser(command: str) -> Any:
     parser = _job_parser(command, *_JOB)
     parser.add_argument("--card", type=str, default="H200", help=f"{', '.join(CARDS)}.")
+    of_host = "Main memory for all GPUs together, to compare with what activation_offload takes."
+    parser.add_argument("--host_memory_gib", type=float, default=None, help=of_host)
     return parser
 
 
@@ -136,10 +147,11 @@ def _memory(arguments: Sequence[str]) -> int:
     parser = _step_parser("memory")
     parser.add_argument("--memory_gib", type=float, default=None, help="Memory of a GPU (default: the card's).")
     options = parse(parser, arguments)
-    card, limit = get_card(options.card), options.memory_gib
-    require(limit is None or 0 < limit < 1e6, "memory_gib", limit, "above 0 and below 1e6")
-    job, memory = _job(options), limit or card.memory_gib
-    return _print([_planned(job, _size(options), card.name, memory), *memory_sections(job, memory)], options)
+    card, memory = get_card(options.card), options.memory_gib
+    require(memory is None or 0 < memory < 1e6, "memory_gib", memory, "above 0 and below 1e6")
+    memory = memory or card.memory_gib
+    job = _job(options, memory)
+    return _print([_planned(job, options, card, memory), *memory_sections(job, memory)], options)
 
 
 def _step(arguments: Sequence[str]) -> int:
@@ -148,12 +160,12 @@ def _step(arguments: Sequence[str]) -> int:
         "matmul_tflops": ("matmul", 1e12, "Rate of large 16-bit products."),
         "bandwidth_tb_s": ("bandwidth", 1e12, "Bandwidth of memory, reads and writes together."),
         "link_gb_s": ("link", 1e9, "Bytes of a large all-reduce between two GPUs, divided by its time."),
+        "host_link_gb_s": ("host_link", 1e9, "Bytes of a copy between host memory and GPU, divided by its time."),
         "latency_us": ("latency_s", 1e-6, "Time of a small all-reduce between two GPUs."),
     }
     for name, (_, _, text) in ceilings.items():
         parser.add_argument(f"--{name}", type=float, default=None, help=f"{text} (default: the card's).")
     options = parse(parser, arguments)
-    job = _job(options)
     given: dict[str, float] = {}
     for name, (field, unit, _) in ceilings.items():
         value = getattr(options, name)
@@ -161,7 +173,8 @@ def _step(arguments: Sequence[str]) -> int:
         if value is not None:
             given[field] = value * unit
     card = get_card(options.card, **given)
-    return _print([_planned(job, _size(options), card.name, card.memory_gib), *step_sections(job, card)], options)
+    job = _job(options, card.memory_gib)
+    return _print([_planned(job, options, card, card.memory_gib), *step_sections(job, card)], options)
 
 
 def _activation(arguments: Sequence[str]) -> int:

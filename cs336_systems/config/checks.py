@@ -164,3 +164,21 @@ def checkpointed_blocks(policy: str, group: str) -> tuple[str, int] | None:
 def keeps_attention(policy: str) -> bool:
     """Whether the blocks that a policy checkpoints keep attention's outputs."""
     return policy.endswith(BUT_ATTENTION)
+
+
+def offloaded_blocks(policy: str, group: str, checkpointing: str = "none", num_layers: int | None = None) -> int:
+    """Parse train.activation_offload: none is 0, first_K is K.
+
+    Raises ValueError naming the group's activation_offload for any other policy, for K that does not leave the last
+    block, and for K that divides a group of checkpointed blocks.
+    """
+    found = re.fullmatch(r"first_([1-9]\d{0,8})", policy)
+    count, name = int(found[1]) if found else 0, f"{group}activation_offload"
+    require(policy == "none" or found is not None, name, policy, "none, auto or first_K with a number K")
+    if num_layers is not None:
+        accepted = f"none or first_K with K below {num_layers}, because the backward pass begins with the last block"
+        require(count < num_layers, name, policy, accepted)
+    kind, size = checkpointed_blocks(checkpointing, group) or ("none", 1)
+    accepted = f"none or first_K with K a multiple of {size}, with {group}activation_checkpointing {checkpointing!r}"
+    require(kind != "groups" or count % size == 0, name, policy, accepted)
+    return count

@@ -14,6 +14,7 @@ from .checks import (
     from_json,
     is_import_path,
     keeps_attention,
+    offloaded_blocks,
     require,
     require_at_least,
     require_field,
@@ -151,6 +152,9 @@ class TrainConfig:
     first_K: only the first K blocks do this. every_K: every K-th block does. groups_K: K blocks together keep only the
     first one's input. block_but_attention, first_K_but_attention, every_K_but_attention: the blocks keep attention's
     outputs too, so that attention is not computed again; with compile, whatever the compile_memory_budget."""
+    activation_offload: str = "none"
+    """first_K: copy what the first K blocks keep for the backward pass to pinned host memory, and back ahead of their
+    backward pass. auto: the smallest K with which the run fits its GPU by `cs336 plan`; none on a CPU."""
     loss_chunk_tokens: int | None = None
     """Compute logits and loss for this many tokens at a time, to save memory with a large vocabulary (default: all)."""
     deterministic: bool = False
@@ -183,6 +187,7 @@ class TrainConfig:
         accepted = f"a divisor of train.batch_size, {self.batch_size}"
         require_field(self, "train.gradient_accumulation_steps", is_possible, accepted)
         checkpointed_blocks(self.activation_checkpointing, "train.")
+        self.offloaded_blocks()
 
     @property
     def has_masters(self) -> bool:
@@ -199,11 +204,20 @@ class TrainConfig:
         """Whether checkpointed blocks keep attention's outputs."""
         return keeps_attention(self.activation_checkpointing)
 
+    def offloaded_blocks(self, num_layers: int | None = None) -> int:
+        """Number of blocks whose activations go to host memory; 0 for auto, until `training.auto` decides.
+
+        Raises ValueError if there are not more blocks, or if K divides a group of checkpointed ones.
+        """
+        policy = "none" if self.activation_offload == "auto" else self.activation_offload
+        return offloaded_blocks(policy, "train.", self.activation_checkpointing, num_layers)
+
     def check_checkpointed(self, num_layers: int) -> None:
-        """Raise ValueError if K exceeds the number of blocks."""
+        """Raise ValueError if a K exceeds the number of blocks."""
         accepted = f"none, block, first_K, every_K or groups_K with K from 1 to {num_layers}, the number of blocks"
         is_possible = self.checkpointed is None or self.checkpointed[1] <= num_layers
         require_field(self, "train.activation_checkpointing", is_possible, accepted)
+        self.offloaded_blocks(num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,17 +124,6 @@ def _descriptor(x: Tensor, block: Sequence[int], layouts: Mapping[int, Any] | No
     return TensorDescriptor(*described) if layouts is None else GluonDescriptor(*described, layouts[len(block)])
 
 
-def can_use_tma(*tensors: Tensor) -> bool:
-    """Whether TMA can move these tensors: rows are contiguous and 16-byte aligned, and none is repeated."""
-    for x in tensors:
-        steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
-        if x.stride(-1) != 1 or x.data_ptr() % 16:
-            return False
-        if not all(step > 0 and step * x.element_size() % 16 == 0 for step in steps):
-            return False
-    return True
-
-
 def has_tma(device: torch.device) -> bool:
     """Whether the card has TMA, which moves tiles by descriptor: Hopper and later."""
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -158,7 +158,7 @@ class FSDP(Strategy):
         if not _in_backward():
             fsdp_module.called_at = torch.autograd._get_sequence_nr()
             in_turn = self._forward is not None and self._forward.schedule.visit(number)
-        elif self._backward is not None:
+        elif self._backward is not None:  # use_reentrant=True begins a second backward next: `_begin_backward` refuses
             self._backward.recomputes = self._backward.graph_task_id == torch._C._current_graph_task_id()
         if not in_turn:
             fsdp_module.unshard()  # not scheduled: all ranks must call it alike
@@ -203,11 +203,11 @@ class FSDP(Strategy):
     def _learn_order(self, called: list[tuple[int, bool]]) -> None:
         """Agree with all ranks on the order of modules, and on how far back backward goes."""
         everyone = comm.all_gather_objects(called, "the order of the parameter groups")
-        order = [number for number, _ in max(everyone, key=len)]
+        order = [number for number, _ in max(everyone, key=len)]  # of the rank that called most
         insert_uncalled_modules(order, self._fsdp_modules)
         if order != self._order:
-            self._reset()
-        reached = {number for called in everyone for number, reached in called if reached}
+            self._reset()  # the last group, kept for backward, may not be the last of the new order
+        reached = {number for of_rank in everyone for number, is_reached in of_rank if is_reached}
         self._order_known, self._order = True, order
         self._forward_steps = plan_forward(self._fsdp_modules, order)
         self._backward_steps = plan_backward(self._fsdp_modules, order, reached)

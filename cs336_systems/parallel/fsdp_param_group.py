@@ -139,7 +139,7 @@ class ParamGroup:
         self._slots = [(parameters, key, (p.full, p.shard, p.guard)) for p in params for parameters, key in p.holders]
         self._installed = SHARDED
         self._all_gather_input = SendBuffer(self._shards, [p.shard_shape for p in params], dtype)
-        self._is_unsharded = False  # or being gathered
+        self._is_unsharded = False  # true from the start of the all-gather on
         self.kept = False  # whether forward leaves it unsharded for backward
         self._all_gather: comm.Transfer | None = None
         self._reduce_scatter: tuple[comm.Transfer, list[Tensor]] | None = None
@@ -149,7 +149,7 @@ class ParamGroup:
             self._reduce_scatter_input = SendBuffer(full, [p.padded_shape for p in self.trainable], reduce_dtype)
             self._reduce_scatter_output = ResizableBuffer([p.shard_shape for p in self.trainable], reduce_dtype, device)
             outputs = self._reduce_scatter_output.tensors
-            self._reduced = [out[: len(p.shard)] for out, p in zip(outputs, self.trainable, strict=True)]
+            self._received = [out[: len(p.shard)] for out, p in zip(outputs, self.trainable, strict=True)]
             self._reduce_scatter_output.release()
         self.forget_backward()
 
@@ -205,14 +205,14 @@ class ParamGroup:
         self.num_gradients, self.reduced = 0, True
 
     def wait_for_gradients(self) -> None:
-        """Add the reduced gradients to the gradients of the shards."""
+        """Add the gradients that are being reduced, if there are any, to the gradients of the shards."""
         if self._reduce_scatter is None:
             return
         self._reduce_scatter[0].wait()
         self._reduce_scatter = None  # drops the input too
         self._reduce_scatter_input.release()
         gradients = [torch.empty_like(p.shard, dtype=p.shard.grad_dtype) for p in self.trainable]
-        torch._foreach_copy_(gradients, self._reduced)
+        torch._foreach_copy_(gradients, self._received)
         self._reduce_scatter_output.release()
         for p, gradient in zip(self.trainable, gradients, strict=True):
             if p.shard.grad is None:

@@ -31,7 +31,7 @@ def plan_backward(
     seen: set[ParamGroup] = set()
     steps: list[ScheduleStep] = []
     for number in dropwhile(lambda number: number not in reached and not modules[number].trains, order):
-        groups = modules[number].groups
+        groups = modules[number].groups  # due where they are used first, because backward gets there last
         due = [group for group in groups if group.trainable and group not in seen]
         seen.update(due)
         # The backward of an embedding needs the indices, not the weight.
@@ -41,7 +41,7 @@ def plan_backward(
 
 
 def insert_uncalled_modules(order: list[int], modules: Sequence[FSDPModule]) -> None:
-    """Insert modules that were not called beside their neighbours in the same list, or in order of registration."""
+    """Insert the modules that were not called: beside the modules of the same list, or in order of registration."""
     parents = [module.name.rpartition(".")[0] for module in modules]
     for number in set(range(len(modules))).difference(order):
         near = [other for other in order if parents[other] == parents[number]] if parents[number] else []

@@ -1,8 +1,8 @@
 """Fully sharded data parallelism in its plainest form. Read it before `fsdp.py`, which hides the communication.
 
 ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3). Every rank keeps some rows of each weight. The weights of a module
-are all-gathered before its forward pass and freed after it, then all-gathered again before its backward pass. Each
-gradient is reduce-scattered, and its weight freed, as soon as it is there. Every transfer is waited for at once.
+are all-gathered before its forward pass and freed after it, then all-gathered again before its backward pass. As soon
+as a gradient is complete, it is reduce-scattered and its weight is freed. Every transfer is waited for at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ def _unshard(weights: list[ShardedParam], *_: Any) -> None:
 
 
 def _post_forward(weights: list[ShardedParam], module: nn.Module, inputs: Any, output: Any) -> None:
-    if torch._C._current_graph_task_id() != -1:  # checkpointing recomputes: backward needs the weights next
+    if torch._C._current_graph_task_id() != -1:  # inside backward, so checkpointing recomputes: keep the weights
         return
     for weight in weights:
         weight.reshard()
@@ -104,7 +104,7 @@ class SimpleFSDP(Strategy):
 
     def finish_gradient_synchronization(self) -> None:
         for weight in self._weights.values():
-            weight.reshard()
+            weight.reshard()  # those whose gradient has not come are still whole
         replicated = [p.grad for p in self.trainable() if p not in self._weights and p.grad is not None]
         comm.start_mean(replicated, "mean of the replicated gradients", self.grad_dtype).wait()
 

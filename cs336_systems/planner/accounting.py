@@ -68,6 +68,8 @@ def matmul_parameters(shape: ModelShape) -> int:
     return shape.vocab_size * shape.d_model + shape.num_layers * block_matrices(shape)
 
 
+SMALLEST_OFFLOADED = 2**20
+"""Bytes of the smallest tensor that `train.activation_offload` copies to host memory."""
 KINDS = ("blocks", "head", "others")
 """Kinds of parameters: the blocks' matrices, the head's, and the embedding and norms. A tied head is an embedding."""
 _NAMES = {
@@ -374,6 +376,17 @@ def checkpointed_activation_bytes(
     logits = batch_size * length * shape.vocab_size
     narrow = 0 if precision == "fp32" else 2 * logits
     return held, max(held + copies + narrow + 4 * logits, held + 12 * logits, *peaks)
+
+
+def offload_window(count: int, num_layers: int, group: int = 1) -> int:
+    """Number of blocks that run while an offloaded block is copied, forward or backward.
+
+    The copy of block i to host memory ends at the latest with the forward pass of block i + w, and the copy back begins
+    with the backward pass of block i + w. So w + 1 blocks are on the GPU. With w = L - K - 1 for the first K of L
+    blocks, they are as many as at the end of the forward pass, and the copies have as much time as that allows. At
+    least one block, or one group of checkpointed blocks, runs meanwhile.
+    """
+    return max(1, (num_layers - count - 1) // group) * group
 
 
 def best_group(

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from .accounting import (
+    SMALLEST_OFFLOADED,
     activation_bytes,
     attention_output_bytes,
     best_group,
@@ -73,25 +74,57 @@ def kept_blocks(job: Job) -> tuple[int, int, int]:
     return (0, count, min(k, layers)) if policy == "groups" else (layers - count, count, 1)
 
 
+def kept_bytes(job: Job) -> list[int]:
+    """What each block keeps at the end of the forward pass, wherever that is: all of it, S, or its input, I.
+
+    A block that keeps attention's outputs keeps O = `attention_output_bytes` beside I. In a group only the first block
+    has an input that is kept.
+    """
+    whole = sum(block_parts(job).values())
+    entry = residual_bytes(job.shape, job.batch_size, job.shape.context_length, job.residual_number_bytes)
+    if job.keeps_attention:
+        entry += attention_output_bytes(job.shape, job.tokens, job.number_bytes)
+    policy, k = job.checkpointing or ("none", 1)
+    is_entry = {"none": lambda i: False, "first": lambda i: i < k}.get(policy, lambda i: i % k == 0)
+    rest = 0 if policy == "groups" else whole
+    return [entry if is_entry(i) else rest for i in range(job.shape.num_layers)]
+
+
+def offloaded_bytes(job: Job) -> list[int]:
+    """What each offloaded block has in host memory: what it keeps, without tensors below SMALLEST_OFFLOADED.
+
+    These may be 1/rms of each norm, 4 T bytes; logsumexp, 4 T H, or naive attention's mask, N_ctx^2, with maximum and
+    sum, 4 T H each, if it is compiled. All other tensors are assumed to be larger.
+    """
+    s, t, whole = job.shape, job.tokens, sum(block_parts(job).values())
+    of_heads, mask = 4 * t * s.num_heads, s.context_length**2
+    of_attention = [mask, *([of_heads] * 2 * job.compile)] if job.holds_scores else [of_heads]
+    of_norms = [4 * t, 4 * t, *([of_heads, 4 * t * s.kv_heads] * s.qk_norm)]
+    found = []
+    for nbytes in kept_bytes(job)[: job.offloaded_blocks]:
+        tensors = [*of_norms, *of_attention] if nbytes == whole else [of_heads] * job.keeps_attention
+        found.append(max(0, nbytes - sum(size for size in tensors if size < SMALLEST_OFFLOADED)))
+    return found
+
+
 def saved_bytes(job: Job) -> tuple[int, int]:
     """Activations of the blocks at the end of the forward pass, and the most that backward recomputes beside them.
 
-    L S without checkpointing, (L - n) S + n I and S, or n I and K S: a block saves S, and its input is I. The input of
-    the first recomputed block is already in memory. With the policy first, the last blocks free their S before any
-    block is recomputed. A block that keeps attention's outputs keeps O = `attention_output_bytes` beside I, and its
-    compiled code has no memory budget.
+    L S without checkpointing, (L - n) S + n I and S, or n I and K S, by `kept_bytes`, without what is in host memory.
+    The input of the first recomputed block is already in memory. With the policy first, the last blocks free their S
+    before any block is recomputed. The compiled code of a block that keeps attention's outputs has no memory budget.
     """
     parts = block_parts(job)
     whole = sum(parts.values())
-    entry = residual_bytes(job.shape, job.batch_size, job.shape.context_length, job.residual_number_bytes)
-    kept, inputs, again = kept_blocks(job)
+    kept, _, again = kept_blocks(job)
     if job.checkpointing and job.checkpointing[0] == "first" and kept:
         again = 0
+    held = sum(kept_bytes(job)) - sum(offloaded_bytes(job))
     if not job.keeps_attention:
-        return kept * whole + inputs * entry, max(0, again * whole - parts["input"] * (again > 0))
+        return held, max(0, again * whole - parts["input"] * (again > 0))
     outputs = attention_output_bytes(job.shape, job.tokens, job.number_bytes)
     in_block = sum(block_parts(replace(job, compile_memory_budget=1.0)).values()) - parts["input"] - outputs
-    return kept * whole + inputs * (entry + outputs), again * in_block
+    return held, again * in_block
 
 
 def activation_sections(job: Job) -> list[Section]:

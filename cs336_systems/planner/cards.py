@@ -11,6 +11,9 @@ from ..machine.peaks import peak_flops
 # Share of the datasheet that large bfloat16 products (790 of 989 TFLOP/s) and device copies (4.3 of 4.8 TB/s) reach on
 # an H200; assumed for the other cards.
 _OF_MATMUL, _OF_BANDWIDTH = 0.8, 0.9
+# Bytes/s of 16 lanes of PCIe in one direction, by generation. Copies of pinned memory are assumed to reach
+# 85 % of it.
+_PCIE = {3: 0.85 * 15.75e9, 4: 0.85 * 31.5e9, 5: 0.85 * 63e9}
 # One all-reduce of float32 between two H200 over NVLink, bytes and seconds: results/h200/all-reduce.jsonl.
 MEASURED_ALL_REDUCE = ((1e6, 0.05638e-3), (1e7, 0.05454e-3), (1e8, 0.3679e-3), (1e9, 3.087e-3))
 
@@ -35,6 +38,8 @@ class Card:
     """Seconds of an all-reduce between two GPUs beside the time of its bytes."""
     link: float
     """Bytes/s of a large all-reduce between two GPUs."""
+    host_link: float
+    """Bytes/s of a copy between pinned host memory and the GPU, in one direction."""
 
     def peak(self, precision: str) -> float | None:
         """The datasheet's FLOP/s, on which MFU is based."""
@@ -75,25 +80,27 @@ def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
 def _cards() -> dict[str, Card]:
     latency_s, link = fit_transfer(*zip(*MEASURED_ALL_REDUCE, strict=True))
 
-    def by_datasheet(name: str, memory_gib: float, multiprocessors: int, bandwidth: float, link: float) -> Card:
+    def by_datasheet(
+        name: str, memory_gib: float, multiprocessors: int, bandwidth: float, link: float, pcie: int
+    ) -> Card:
         # A T4 has no bfloat16. Attention is assumed to run at half the rate of large products, from 4096 tokens on.
         matmul = _OF_MATMUL * (peak_flops(name, "bf16") or peak_flops(name, "fp16") or math.nan)
         return Card(name=name, memory_gib=memory_gib, multiprocessors=multiprocessors, matmul=matmul,
                     matmul_fp32=_OF_MATMUL * (peak_flops(name, "fp32") or math.nan),
                     bandwidth=_OF_BANDWIDTH * bandwidth, attention=((1024, 0.26 * matmul), (4096, 0.5 * matmul)),
-                    latency_s=latency_s, link=link)  # fmt: skip
+                    latency_s=latency_s, link=link, host_link=_PCIE[pcie])  # fmt: skip
 
     h200 = Card(name="H200", memory_gib=139, multiprocessors=132, matmul=790e12, matmul_fp32=50e12, bandwidth=4.3e12,
                 attention=((1024, 206e12), (4096, 391e12), (16384, 434e12)),  # sdpa, results/h200/kernels.jsonl
-                latency_s=latency_s, link=link)  # fmt: skip
+                latency_s=latency_s, link=link, host_link=_PCIE[5])  # fmt: skip
     # Links: NVLink at the H200's share of the datasheet (900 GB/s in both directions), or PCIe 4 without NVLink.
     others = [
-        by_datasheet("B200", 178, 148, 8.0e12, 2 * link),
-        by_datasheet("H100", 79, 132, 3.35e12, link),
-        by_datasheet("A100", 79, 108, 2.04e12, link * 600 / 900),
-        by_datasheet("L40S", 44, 142, 0.864e12, 20e9),
-        by_datasheet("RTX 4090", 23.5, 128, 1.008e12, 10e9),
-        by_datasheet("T4", 14.5, 40, 0.32e12, 5e9),  # PCIe 3
+        by_datasheet("B200", 178, 148, 8.0e12, 2 * link, 5),
+        by_datasheet("H100", 79, 132, 3.35e12, link, 5),
+        by_datasheet("A100", 79, 108, 2.04e12, link * 600 / 900, 4),
+        by_datasheet("L40S", 44, 142, 0.864e12, 20e9, 4),
+        by_datasheet("RTX 4090", 23.5, 128, 1.008e12, 10e9, 4),
+        by_datasheet("T4", 14.5, 40, 0.32e12, 5e9, 3),
     ]
     return {card.name: card for card in (h200, *others)}
 

@@ -5,9 +5,17 @@ from typing import Literal
 
 from cs336_basics.shape import ModelShape
 
-from ..config.checks import BUT_ATTENTION, check_types, checkpointed_blocks, keeps_attention, require, require_at_least
+from ..config.checks import (
+    BUT_ATTENTION,
+    check_types,
+    checkpointed_blocks,
+    keeps_attention,
+    offloaded_blocks,
+    require,
+    require_at_least,
+)
 from ..config.run import SHARDED
-from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION
+from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION, offload_window
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 WITH_WINDOW = (
@@ -54,6 +62,9 @@ class Job:
     """naive, flash, or a kernel's registered name."""
     activation_checkpointing: str = "none"
     """none, block, first_K, every_K or groups_K; all but groups_K may end in _but_attention."""
+    activation_offload: str = "none"
+    """none, or first_K: what the first K blocks keep is in host memory until their backward pass. `cs336 plan memory`
+    and `cs336 plan step` also take auto, the smallest K that fits the card."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits are in memory at a time (default: all)."""
     compile: bool = False
@@ -99,6 +110,7 @@ class Job:
         require(strategy in STRATEGIES, "strategy", strategy, f"one of {', '.join(STRATEGIES)}")
         checkpointed_blocks(self.activation_checkpointing, "")
         check_kept_attention(self.activation_checkpointing, self.attention)
+        offloaded_blocks(self.activation_offload, "", self.activation_checkpointing, self.shape.num_layers)
         require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
         accepted = strategy != "none" or self.world_size == 1
         require(accepted, "strategy", strategy, f"another than 'none' with world_size {self.world_size}")
@@ -225,3 +237,14 @@ class Job:
     def keeps_attention(self) -> bool:
         """Whether checkpointed blocks keep attention's outputs."""
         return keeps_attention(self.activation_checkpointing)
+
+    @property
+    def offloaded_blocks(self) -> int:
+        """Number of blocks, from the first on, whose activations are in host memory."""
+        return offloaded_blocks(self.activation_offload, "")
+
+    @property
+    def offload_window(self) -> int:
+        """Number of blocks that run while an offloaded one is copied."""
+        policy, k = self.checkpointing or ("none", 1)
+        return offload_window(self.offloaded_blocks, self.shape.num_layers, k if policy == "groups" else 1)

@@ -24,7 +24,7 @@ from .accounting import (
     tensors,
     weight_copy_bytes,
 )
-from .activations import block_parts, kept_blocks, saved_bytes
+from .activations import block_parts, kept_blocks, kept_bytes, offloaded_bytes, saved_bytes
 from .job import IN_BUCKETS, Job
 from .working import GIB, MIB, Section, Term, as_factor, show, total
 
@@ -266,6 +266,8 @@ def moments(job: Job) -> dict[str, list[Term]]:
     whole = sum(block_parts(job).values())
     entry = f" and {inputs} inputs of blocks" if inputs else ""
     entry += ", each with attention's output and logsumexp" if job.keeps_attention else ""
+    in_host_memory = offloaded_bytes(job)
+    entry += f", less {sum(in_host_memory):,} in host memory" if in_host_memory else ""
     activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
     copies = at_once * weight_copy_bytes(job.shape, job.precision) if job.casts_weights else 0
     working = f"{job.activation_checkpointing}: {again:,}, and {copies:,} of weights' copies"
@@ -286,6 +288,19 @@ def moments(job: Job) -> dict[str, list[Term]]:
         ],
         "backward of the first block": [*constant, one, after_loss, grads, block, units["backward"]],
     }
+    if in_host_memory:  # the last block before whose backward pass something is copied back has most gradients
+        last, layers, window = job.shape.num_layers - 1, job.shape.num_layers, job.offload_window
+        here = sum(kept_bytes(job)[:window]) + max(1, at_once) * whole
+        of_blocks = parameter_bytes(job.shape, gradients | {"head": 0, "others": 0}, job.weight_parts) / layers
+        working = f"{last - window} blocks x {of_blocks:,.0f}"
+        found[f"backward of block {window + 1}"] = [
+            *(*constant, Term("activations", f"of the first {window + 1} blocks", here), after_loss, head_grad),
+            Term("gradients", working, 0 if job.strategy in IN_BUCKETS else (last - window) * of_blocks),
+            *(block, units["backward"]),
+        ]
+        if (first_back := last - window) < len(in_host_memory):  # before the last block has freed its own
+            ahead = Term("prefetched", f"block {first_back + 1}, from host memory", in_host_memory[first_back])
+            found["backward of the last block"].append(ahead)
     if job.strategy == "flat" and job.world_size > 1:
         flat = _of_all_weights("all gradients flat", gradients, job, 1, bytes_of_kinds(job.shape, gradients)[2])
         found["gradients flattened"] = [*constant, after_loss, grads, flat]

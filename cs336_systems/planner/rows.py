@@ -88,6 +88,7 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         attention=run["model"]["attention"],
         weight_dtype=train.get("weight_dtype", "fp32"),  # older rows lack some fields
         activation_checkpointing=train.get("activation_checkpointing", "none"),
+        activation_offload=train.get("activation_offload", "none"),
         loss_chunk_tokens=train.get("loss_chunk_tokens"),
         compile=train["compile"],
         compile_memory_budget=train.get("compile_memory_budget", 1.0),

@@ -21,7 +21,7 @@ from .accounting import (
     training_flops,
     widths,
 )
-from .activations import kept_blocks
+from .activations import kept_blocks, offloaded_bytes
 from .cards import Card
 from .communication import sent
 from .job import IN_BUCKETS, OVERLAPPED, Job
@@ -32,6 +32,8 @@ from .working import Section, Term, as_factor, total
 # graph: for xl at 512 tokens, 83.1 ms, of which kernels ran for 78.9 (results/h200/ddp-streams).
 KERNELS = {True: 45, False: 130}
 GAP_S = 1.7e-6
+EXPOSED_COPIES = "waiting for host memory"
+"""The name of the term of offloaded activations."""
 # Share of the copy bandwidth that eager elementwise kernels reach under autocast, where they mix types and the rotary
 # ones read every other number: 0.54, 0.54, 0.57 and 0.54 in the forward and backward passes of
 # results/h200/profile-kernels and 2.7B/profile-kernels, without attention.
@@ -211,8 +213,58 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
         a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once.values())
         working = f"{recomputed} / {layers} blocks x ({a_pass}) ms of {', '.join(once)}"
         terms.append(Term("forward again", working, recomputed / layers * sum(once.values()), "s"))
+    if job.offloaded_blocks:
+        terms.append(offload_term(job, card, sum(term.value for term in terms if term.name == "forward again")))
     kernels = KERNELS[job.compile] * layers
     return [*terms, Term("between kernels", f"{kernels} x {GAP_S * 1e6:g} us", kernels * GAP_S, "s")]
+
+
+def offload_term(job: Job, card: Card, again_s: float) -> Term:
+    """Seconds for which the GPU waits for copies of activations to and from host memory.
+
+    again_s: seconds of recomputation in all layers, which is part of the backward pass.
+    """
+    s, head, sizes = job.shape, (job.tokens, job.shape.vocab_size, job.shape.d_model), offloaded_bytes(job)
+    rate = card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
+    of_head = [head], gradients_of(*head)
+    each = zip(
+        products_seconds(job, card), of_head, attention_seconds(job, card)[:2], elementwise_bytes(job), strict=True
+    )
+    forward, backward = (
+        (products - sum(product_seconds(*sides, job.number_bytes, card) for sides in heads) + attention) / s.num_layers
+        + elementwise / rate
+        for products, heads, attention, elementwise in each
+    )
+    backward += again_s / s.num_layers
+    copies = [size / card.host_link for size in sizes]
+    waits = waiting_seconds(copies, s.num_layers, job.offload_window, forward, backward)
+    working = (
+        f"{sum(sizes) / 1e9:.4g} GB each way / {card.host_link / 1e9:.4g} GB/s, of a block {max(copies) * 1e3:.4g} ms; "
+        f"a block takes {forward * 1e3:.4g} ms forward and {backward * 1e3:.4g} ms backward"
+    )
+    return Term(EXPOSED_COPIES, working, waits, "s")
+
+
+def waiting_seconds(copies: list[float], layers: int, window: int, forward: float, backward: float) -> float:
+    """Seconds that blocks wait for copies which take so long, one after another, by `accounting.offload_window`.
+
+    forward, backward: seconds of a block.
+    """
+    now, link, waited = 0.0, 0.0, 0.0
+    done: dict[int, float] = {}
+    for i in range(layers):  # after block i its copy starts, and that of block i - w has to be done
+        now += forward
+        if i < len(copies):
+            done[i] = link = max(now, link) + copies[i]
+        late = max(0.0, done.get(i - window, 0.0) - now)
+        now, waited = now + late, waited + late
+    done = {}
+    for i in reversed(range(layers)):  # before block i the copy of block i - w starts, and its own has to be done
+        if 0 <= i - window < len(copies):
+            done[i - window] = link = max(now, link) + copies[i - window]
+        late = max(0.0, done.get(i, 0.0) - now)
+        now, waited = now + late + backward, waited + late
+    return waited
 
 
 def _by_rate(nbytes: float, rate: float) -> str:

@@ -1,4 +1,4 @@
-"""Decides `train.compile` and `train.cuda_graph` where they are auto."""
+"""Decides `train.compile`, `train.cuda_graph` and `train.activation_offload` where they are auto."""
 
 import dataclasses
 import importlib.util
@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 
-from ..config.checks import is_import_path
+from ..config.checks import is_import_path, require
 from ..config.run import NOT_RECORDED, RunConfig
-from ..machine.hardware import device_peak_flops
+from ..machine.hardware import device_peak_flops, memory_bytes
 from ..parallel import comm
+from ..parallel.ranks import local_world_size
 from ..planner.accounting import training_flops
+from ..planner.job import Job
+from ..planner.memory import RESERVE, peak_bytes
+from ..planner.offload import host_bytes, largest_offload, offload_note, smallest_offload
+from ..planner.rows import card_by_name, training_job
+from ..planner.working import GIB
+from .batches import micro_batch_size
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +32,76 @@ _HINT = ", which may wait for the GPU (--train.cuda_graph true records it all th
 
 
 def resolve(config: RunConfig, device: torch.device) -> RunConfig:
-    """The configuration with true or false for each auto, on this device and with this number of processes."""
+    """The configuration with a decision for each auto, on this device and with this number of processes."""
     train = config.train
     decided: dict[str, Any] = {}
     if train.compile == "auto":
-        decided["compile"] = train.compile_memory_budget < 1 or compilation_pays(config, device)
+        decided["compile"] = compiles(config, device)
+    decided["activation_offload"], note = choose_offload(config, device)
+    if note:
+        logger.info(note)
     if train.cuda_graph == "auto":
         reason = why_not_recorded(config)
         decided["cuda_graph"] = device.type == "cuda" and reason is None
         if device.type == "cuda" and reason is not None:
             logger.info(f"the step is not recorded as a CUDA graph: {reason}")
     return dataclasses.replace(config, train=dataclasses.replace(train, **decided))
+
+
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled."""
+    if config.train.compile != "auto":
+        return config.train.compile
+    return config.train.compile_memory_budget < 1 or compilation_pays(config, device)
+
+
+def choose_offload(config: RunConfig, device: torch.device) -> tuple[str, str]:
+    """The policy of `train.activation_offload`, with auto decided by the plan, and a line that says what it takes.
+
+    Raises ValueError where auto has no plan or no number of blocks makes the run fit, and if the processes of this
+    machine need more host memory than it has.
+    """
+    name, policy = "train.activation_offload", config.train.activation_offload
+    if policy == "none":
+        return policy, ""
+    if device.type != "cuda":
+        note = f"{name} is {policy!r}: it saves nothing on {device}, whose memory is the host's"
+        return ("none", "") if policy == "auto" else (policy, note)
+    try:
+        job = planned_job(config, device)
+    except ValueError as error:
+        require(policy != "auto", name, policy, f"none or first_K for a run without a plan ({error})")
+        return policy, ""
+    if policy == "auto":
+        memory = memory_bytes(device) or 0
+        most = dataclasses.replace(job, activation_offload=largest_offload(job))
+        accepted = (
+            f"none or first_K: by the plan, the run takes {peak_bytes(most) / GIB:,.1f} GiB even with "
+            f"{most.activation_offload}, of {(1 - RESERVE) * memory / GIB:,.1f} GiB"
+        )
+        chosen = smallest_offload(job, memory)
+        require(chosen is not None, name, policy, accepted)
+        job = dataclasses.replace(job, activation_offload=str(chosen))
+    processes, there = local_world_size(), memory_bytes(torch.device("cpu"))
+    accepted = (
+        f"fewer blocks: {job.activation_offload} takes {host_bytes(job) / GIB:,.1f} GiB of host memory for each of "
+        f"{processes} processes, and the machine has {(there or 0) / GIB:,.1f} GiB"
+    )
+    require(there is None or processes * host_bytes(job) <= there, name, policy, accepted)
+    return job.activation_offload, offload_note(job, card_by_name(torch.cuda.get_device_name(device)))
+
+
+def planned_job(config: RunConfig, device: torch.device) -> Job:
+    """The planner's job of a run, without offloading if that is auto. Raises ValueError if there is no prediction."""
+    train, world_size = config.train, comm.world_size()
+    how: dict[str, Any] = dict(compile=compiles(config, device), cuda_graph=train.cuda_graph is not False)
+    if train.activation_offload == "auto":
+        how |= dict(activation_offload="none")
+    else:  # only the activations count, of one micro-batch
+        how |= dict(batch_size=micro_batch_size(train, world_size) * world_size, gradient_accumulation_steps=1)
+    parallel = dataclasses.replace(config.parallel, nccl_max_ctas=None)
+    run = dataclasses.replace(config, train=dataclasses.replace(train, **how), parallel=parallel)
+    return training_job("ddp", "", {"run": run.to_dict(), "devices": world_size})
 
 
 def compilation_pays(config: RunConfig, device: torch.device) -> bool:

@@ -26,6 +26,7 @@ from ..parallel.strategy import Strategy
 from ..planner.accounting import orthogonalization_flops
 from .load import LoadedModel
 from .muon import Muon
+from .offload import Offload
 from .optimizer import FusedAdamW
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def narrow_matrices(model: nn.Module, config: TrainConfig) -> dict[str, Tensor]:
 
 
 def masters_of(strategy: Strategy, whole: dict[str, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """The master weights by parameter, of sharded ones this rank's rows. Empties `whole`, which has them by name."""
+    """The master weights by parameter; of a sharded one, this rank's rows. Empties `whole`, which has them by name."""
     shards, masters = strategy.shards(), {}
     for name, p in strategy.module.named_parameters():
         if name in whole:
@@ -97,8 +98,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices and none on vectors (norm weights); with muon, Muon for the blocks' matrices.
 
-    sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version of it to read. fused: further
-    arguments of `FusedAdamW`, for the implementation fused.
+    sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version to read first. fused: further
+    arguments of `FusedAdamW`, used by the implementation "fused" alone.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices: dict[Tensor, None] = {}  # Muon's, in order
@@ -144,16 +145,16 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     return functools.update_wrapper(call, function)
 
 
-def _call_without_backward_autocast(compiled: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def _call_without_backward_autocast(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     if torch._functorch.config.backward_pass_autocast != "off":
         torch._functorch.config.backward_pass_autocast = "off"
-    return compiled(*args, **kwargs)
+    return function(*args, **kwargs)
 
 
-def _within_budget(compiled: Callable[..., T], memory_budget: float, *inputs: Any) -> T:
+def _within_budget(function: Callable[..., T], memory_budget: float, *inputs: Any) -> T:
     # The first call compiles, and reads the setting.
     with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-        return compiled(*inputs)
+        return function(*inputs)
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -162,9 +163,7 @@ def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> C
 
 # Blocks draw no random numbers, so the generators' states need not be saved.
 _checkpointed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-_checkpointed_but_attention = functools.partial(
-    _checkpointed, context_fn=functools.partial(create_selective_checkpoint_contexts, _keep_attention)
-)
+_selective = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
 
 
 def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
@@ -176,16 +175,20 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     input of each block, or of each group of blocks, stays in memory. A group is checkpointed around its blocks, so FSDP
     gathers the weights of the whole group again for the recomputation. A block that keeps attention's outputs is
     checkpointed inside its compiled graph: around it, the outputs would be kept in memory that compiled code may reuse.
+
+    Offloading goes around everything else, so what it copies is what a block keeps.
     """
-    if config.compile and config.keeps_attention:  # it would warn of in-place operations, which blocks do not have
+    if config.compile and config.keeps_attention:  # PyTorch would warn of in-place operations, which blocks lack
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     policy, number = config.checkpointed or ("none", 1)
     chosen = {"first": slice(number), "every": slice(None, None, number)}.get(policy, slice(0))
     checkpointed_layers = set(list(model.layers)[chosen])
-    for layer in model.layers:
+    offload = Offload(model, config.offloaded_blocks(len(model.layers)), number if policy == "groups" else 1)
+    for i, layer in enumerate(model.layers):
         is_checkpointed, budget = layer in checkpointed_layers, config.compile_memory_budget
         if is_checkpointed and config.keeps_attention:
-            layer.forward = functools.partial(_checkpointed_but_attention, layer.forward)
+            keep = _selective if config.compile or i >= offload.count else offload.keep_attention
+            layer.forward = functools.partial(_checkpointed, layer.forward, context_fn=keep)
             budget = 1.0  # the rule alone says what is kept: PyTorch fails to compile it under a budget
         if config.compile:
             layer.forward = compiled(layer.forward)
@@ -193,15 +196,17 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
                 layer.forward = functools.partial(_within_budget, layer.forward, budget)
         if is_checkpointed and not config.keeps_attention:
             layer.forward = functools.partial(_checkpointed, layer.forward)
+        if offload.count and policy != "groups":
+            layer.forward = functools.partial(offload.run, layer.forward, i, layer)
     if config.compile:
         model.ln_final.compile()
     if policy != "groups":
         return
-    through_blocks = model.through_blocks
+    group = functools.partial(_checkpointed, model.through_blocks)
 
     def in_groups(x: Tensor, cache: list[LayerCache] | None = None, documents: Documents | None = None) -> Tensor:
         for first in range(0, len(model.layers), number):
-            x = _checkpointed(through_blocks, x, cache, first, first + number, documents)
+            x = offload.run(group, first, None, x, cache, first, first + number, documents)
         return x
 
     model.through_blocks = in_groups  # type: ignore[method-assign, assignment]

@@ -34,7 +34,7 @@ class RecordedStep:
             if self._calls < self.WARMUP_CALLS:
                 self._calls += 1
                 return self._compute(inputs, targets)
-            self._record(inputs, targets)
+            self._record(inputs, targets)  # computes nothing yet: the replay below does
         assert self._graph is not None
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)

@@ -52,13 +52,13 @@ class Position:
 
 @dataclass(frozen=True)
 class StartedStep:
-    """A step that was launched, and whose loss was not read yet."""
+    """A step that has been launched and whose loss has not been read yet."""
 
     step: int
     first_sequence: int
     lr: float
-    data_wait: float
-    numbers: Callable[[], Tensor]
+    data_wait_s: float
+    read_numbers: Callable[[], Tensor]
     """Waits for the step. Returns its loss, its gradient norm and, with several ranks, the share of those that stop."""
 
 
@@ -87,16 +87,16 @@ class Trainer:
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)
         narrow = config.train.has_masters and not strategy_of(config).strategy.needs_float32
-        whole = narrow_matrices(model, config.train) if narrow else {}
+        masters = narrow_matrices(model, config.train) if narrow else {}
         self.strategy = wrap_model(config, model)  # called like the model that it wraps
         self.scale: GradientScale | None = None
         """Decides on the device whether the step counts; None if the host decides."""
         fused: dict[str, Any] = {}
         if config.optimizer.implementation == "fused":
             self.scale = GradientScale(device, config.train.max_grad_norm or math.inf, config.train.precision == "fp16")
-            fused = dict(factor=self.scale.factor, masters=masters_of(self.strategy, whole))
+            fused = dict(factor=self.scale.factor, masters=masters_of(self.strategy, masters))
         self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer, **fused)
-        fused.get("masters", {}).clear()  # a sharded optimizer has left those of other ranks
+        fused.get("masters", {}).clear()  # frees those that a sharded optimizer leaves to other ranks
         if (warmup_steps := config.optimizer.warmup_steps or 0) > config.train.max_steps:
             logger.warning(
                 f"optimizer.warmup_steps is {warmup_steps}, more than train.max_steps, {config.train.max_steps}: the "
@@ -160,7 +160,7 @@ class Trainer:
         asked = time.perf_counter()
         first, count = position.sequences, train.batch_size // comm.world_size()
         inputs, targets = self.loader.get(first + comm.rank() * count, count, train.batch_size)
-        data_wait = time.perf_counter() - asked
+        data_wait_s = time.perf_counter() - asked
 
         numbers = (self._recorded or self._compute)(inputs, targets)
         if self.scale is not None:
@@ -170,12 +170,12 @@ class Trainer:
         if comm.world_size() > 1:
             numbers = torch.cat((numbers, numbers.new_full((1,), stop())))
             comm.mean([numbers], "all-reduce of the loss")  # the norm is equal on all ranks
-        return StartedStep(step, first, lr, data_wait, start_copy_to_host(numbers))
+        return StartedStep(step, first, lr, data_wait_s, start_copy_to_host(numbers))
 
     def finish_step(self, started: StartedStep) -> dict[str, Any]:
-        """Wait for the loss of a step, update the weights unless it has done so, and return its metrics."""
+        """Wait for the loss of a step, update the weights unless the step has done so, and return its metrics."""
         train = self.config.train
-        loss, norm, *share_that_stops = started.numbers().tolist()
+        loss, norm, *share_that_stops = started.read_numbers().tolist()
         if share_that_stops:
             self.stopping = share_that_stops[0] > 0
         now = time.perf_counter()
@@ -196,7 +196,7 @@ class Trainer:
             "lr": started.lr,
             "grad_norm": norm,
             "step_ms": elapsed * 1e3,
-            "data_wait_ms": started.data_wait * 1e3,
+            "data_wait_ms": started.data_wait_s * 1e3,
             "tokens_per_s": train.batch_size * self.context_length / elapsed,
             "mfu": mfu,
             "memory_bytes": self.peak_memory_bytes(),
@@ -267,7 +267,7 @@ class Trainer:
                 loss = loss / (starts.size * length)
             total += loss if mine < len(starts) else 0
         comm.mean([total], "all-reduce of the validation loss")
-        return total.item() * world_size
+        return total.item() * world_size  # the sum: each rank has added only its own batches
 
     @property
     def micro_batch(self) -> int:
@@ -275,14 +275,15 @@ class Trainer:
         return micro_batch_size(self.config.train, comm.world_size())
 
     def validation_starts(self, num_tokens: int) -> npt.NDArray[np.int64]:
-        """Starts of the validation sequences, back to back, (batches, B); the same ones for any number of ranks.
+        """Starts of the validation sequences, back to back, (batches, sequences); the same for any number of ranks.
 
         If there is a whole batch of all ranks, the rest is left out, so that a compiled model sees one shape.
         """
         count = min(self.config.train.validation_sequences, (num_tokens - 1) // self.context_length)
         together = min(count, self.micro_batch * comm.world_size())
         starts = np.arange(count - count % together) * self.context_length
-        return starts.reshape(-1, together if starts.size % self.micro_batch else self.micro_batch)
+        size = max(n for n in range(1, self.micro_batch + 1) if starts.size % n == 0)  # batches of one size
+        return starts.reshape(-1, size)
 
     def reset_clock(self) -> None:
         """Time the next step from here. Work since the last step does not count."""

@@ -47,7 +47,7 @@ def train_on(config: RunConfig, device: torch.device) -> RunResult:
     """The whole run on this rank's device. All ranks call it together, and rank 0 writes the files."""
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:  # holds the lock of the run folder
         plan, weights = plan_run(config, device, stack)
         data = prepare_on_every_rank(plan.config, plan.protect_data)
         plan.check_data(data)

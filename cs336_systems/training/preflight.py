@@ -9,6 +9,7 @@ from ..machine.hardware import DTYPES, check_precision, memory_bytes
 from ..parallel import comm
 from ..parallel.ranks import local_world_size
 from ..planner.accounting import least_training_bytes
+from .auto import choose_offload
 from .batches import micro_batch_size
 from .build import strategy_of
 from .metrics import check_packages
@@ -25,6 +26,7 @@ def check_config(config: RunConfig, device: torch.device) -> None:
         )
     if shortage := memory_shortage(config, device):
         raise ValueError(shortage)
+    choose_offload(config, device)
     strategy_of(config)
     shape = config.model.shape
     group = shape.num_heads // shape.kv_heads

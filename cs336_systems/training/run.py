@@ -63,7 +63,7 @@ class Run:
         self.trainer = Trainer(plan.config, model, data.train, device, end_of_text)
         self.first_step = plan.step + 1
         self.saved_step = plan.step if plan.continues_own_folder() else None
-        self.validated: tuple[int, float] | None = None
+        self.validated: tuple[int, float] | None = None  # the last validation: its step, its loss in nats
         self.startup_s: float | None = None
         self.rows: list[Row] = []
         self.sinks: list[Sink] = []
@@ -97,8 +97,8 @@ class Run:
             while position.step < settings.max_steps and not trainer.stopping:
                 if comm.world_size() == 1 and stop.requested():
                     break
-                intervals = [each for each in (settings.validation_interval, interval) if each > 0]
-                last = min([settings.max_steps, *(position.step // each * each + each for each in intervals)])
+                intervals = [n for n in (settings.validation_interval, interval) if n > 0]
+                last = min([settings.max_steps, *((position.step // n + 1) * n for n in intervals)])  # validate or save
                 for row in trainer.train_steps(last, lambda: stop.requested() or self._time_is_up()):
                     if self.startup_s is None:
                         self.startup_s = time.perf_counter() - self.started
@@ -187,7 +187,7 @@ class Run:
         trainer.reset_clock()
 
     def _report(self, interrupted: str | None) -> RunResult:
-        """Draw a sample and the losses; return the result of the run, which rank 0 also writes."""
+        """Sample a text and plot the losses; return the result of the run, which rank 0 also writes."""
         sample = self._sample() if interrupted is None else None
         unigram, bigram, bigram_loss = on_first_rank(self._compare_with_baselines, "drawing of the losses")
         timed = self.rows[5:]  # without the warm-up
@@ -230,7 +230,7 @@ class Run:
         return sample
 
     def _compare_with_baselines(self) -> tuple[float, float, float]:
-        """Draw the losses. Returns the validation tokens' unigram and bigram entropy, and a bigram model's loss."""
+        """Plot the losses. Returns the unigram and bigram entropy of the validation, a bigram model's loss; nats."""
         shape = self.config.model.shape
         starts = self.trainer.validation_starts(len(self.data.valid))
         measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss covers

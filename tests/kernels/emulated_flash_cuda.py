@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from cs336_systems.kernels.attention import flash_cuda as module
+from cs336_systems.kernels.attention import flash_cuda_ampere, flash_cuda_build
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
 BUILT = Path(__file__).parents[2] / ".pytest_cache/emulated"
@@ -37,9 +37,16 @@ def emulated(*changes: Change) -> Iterator[None]:
     def emulated_library(capability: object, *of: Any) -> Mapping[str, Any]:
         return library(changes, *of)
 
+    with on_gpu((8, 0)), mock.patch.object(flash_cuda_ampere, "_library", emulated_library):
+        yield
+
+
+@contextlib.contextmanager
+def on_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """A context in which tensors on the CPU count as tensors on a GPU."""
     stream = SimpleNamespace(cuda_stream=None)
     with (
-        mock.patch.multiple(module, _check=module._check_supported, _capability=str, _library=emulated_library),
+        mock.patch.object(flash_cuda_build, "capability", return_value=capability),
         mock.patch.multiple(torch.cuda, device=contextlib.nullcontext, current_stream=lambda: stream),
     ):
         yield
@@ -50,26 +57,30 @@ def library(changes: tuple[Change, ...], dtype: torch.dtype, head_size: int, exa
     """The sources compiled with the emulator's instructions in the place of the GPU's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for source in (
-            *module._SOURCES.iterdir(),
-            *EMULATOR.iterdir(),
-        ):  # the emulator's files replace ours
-            shutil.copy(source, folder)
-        for file, old, new in changes:
-            text = (folder / file).read_text()
-            assert text.count(old) >= 1, f"{file} has no {old!r}"
-            (folder / file).write_text(text.replace(old, new))
-        of_kernels = module.definitions(dtype, head_size, exact)
+        copy_sources(folder, changes)
+        of_kernels = flash_cuda_build.definitions(dtype, head_size, exact)
         objects = [compiled(folder, file, of_kernels) for file in ("forward.cu", "backward.cu")]
         linked = folder / "library.so"
         run(["g++", "-shared", *objects, compiled(folder, "emulator.cpp", []), "-o", linked], folder)
-        return module._functions(linked)
+        return flash_cuda_build.functions_of(
+            linked, {each: len(of_each) for each, of_each in flash_cuda_ampere.PARAMETERS.items()}
+        )
+
+
+def copy_sources(folder: Path, changes: tuple[Change, ...]) -> None:
+    for sources in (flash_cuda_build.SOURCES, EMULATOR):  # the emulator's files replace ours
+        shutil.copytree(sources, folder, dirs_exist_ok=True)
+    for file, old, new in changes:
+        text = (folder / file).read_text()
+        assert text.count(old) >= 1, f"{file} has no {old!r}"
+        (folder / file).write_text(text.replace(old, new))
 
 
 def compiled(folder: Path, file: str, definitions: list[str]) -> Path:
     """An object of a source and the headers beside it, made once for all test processes."""
     command = ["g++", "-O1", "-std=c++17", "-w", "-fno-strict-aliasing", "-fPIC", *definitions, "-x", "c++", "-c", file]
-    sources = [path for path in sorted(folder.iterdir()) if path.name == file or path.suffix in (".h", ".cuh")]
+    suffixes = (".h",) if file.endswith(".cpp") else (".h", ".cuh")  # the emulator does not depend on the kernels
+    sources = [folder / file, *(path for path in sorted(folder.rglob("*")) if path.suffix in suffixes)]
     content = repr((command, [path.read_bytes() for path in sources]))
     made = BUILT / f"{hashlib.sha256(content.encode()).hexdigest()}.o"
     if not made.exists():

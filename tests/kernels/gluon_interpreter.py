@@ -1,9 +1,12 @@
 """Runs the project's Gluon kernels on the CPU: warps as threads, tensors as tensors. Triton has no interpreter for it.
 
+All programs run at once, as on a GPU with as many multiprocessors.
+
 It checks the results, and whether the barriers prevent reads of data that has not arrived and writes over data still in
 use: shared memory is NaN until it is filled, and again from the start of a copy into it; copies take a random time; a
 product reads its operands when a warp waits for it, not when it starts; TMA reads what it stores or adds when a warp
-waits for that. Neither may read what a warp has written before a fence. It ignores layouts.
+waits for that, and writes it when a warp waits for that too, or at the end. None of them may read what a warp has
+written before a fence. It ignores layouts.
 """
 
 import functools
@@ -28,21 +31,29 @@ PATIENCE = 20.0
 """Seconds that a warp waits for a barrier."""
 LAG = 0.0
 """Seconds by which one of two groups, in turn, is late at each wait for a product."""
+DELAY = 0.0
+"""Seconds within which the programs start, at random."""
 _changed = threading.Condition()
+_memory = threading.Lock()
+"""Held while a number in memory is added to."""
 
 
 class _Warps(threading.local):
     """What the warps of this thread have started and not waited for, and written and not fenced."""
 
+    program = 0
+    polls = 0
+
     def __init__(self) -> None:
         self.products: list[_Product] = []
-        self.stores: list[Callable[[], None]] = []
+        self.stores: list[Callable[[], Callable[[], None]]] = []
+        self.writes: list[Callable[[], None]] = []  # of stores whose sources have been read
         self.unfenced: list[Tensor] = []
         self.lag = 0.0
 
 
 _warps = _Warps()
-_program = [0, 0]  # the number of the running program, and the number of programs
+_num_programs = [0]
 
 
 class Descriptor:
@@ -190,33 +201,42 @@ class _CopyEngine:
 
 
 def _start_store(descriptor: Descriptor, start: Sequence[Any], buffer: _Shared, add: bool = False) -> None:
-    def store() -> None:
+    def read() -> Callable[[], None]:
         there, here = descriptor.inside(start)
-        descriptor.x[there] = buffer.read()[here] + (descriptor.x[there] if add else 0)
+        numbers = buffer.read()[here].clone()
 
-    _warps.stores.append(store)
+        def write() -> None:
+            with _memory:
+                descriptor.x[there] = numbers + (descriptor.x[there] if add else 0)
+
+        return write
+
+    _warps.stores.append(read)
 
 
-def _wait_for_stores(left: int) -> None:
+def _wait_until_read(left: int) -> None:
     while len(_warps.stores) > left:
-        _warps.stores.pop(0)()
+        _warps.writes.append(_warps.stores.pop(0)())
 
 
-def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> None:
+def _wait_until_written(source: str, *_: Any) -> None:
+    assert source.startswith("cp.async.bulk.wait_group 0;")
+    _wait_until_read(0)
+    while _warps.writes:
+        _warps.writes.pop(0)()
+
+
+def _at_once(functions: Sequence[Callable[[], None]]) -> None:
+    """Run functions in threads; raise the first error."""
     errors: list[BaseException] = []
 
-    def run(function: Callable[..., None], arguments: Any, is_late: bool) -> None:
-        _warps.lag = LAG if is_late else 0
+    def run(function: Callable[[], None]) -> None:
         try:
-            function(*arguments)
-            assert not _warps.products, "products were not waited for"
-            assert not _warps.stores, "stores were not waited for"
+            function()
         except BaseException as error:
             errors.append(error)
 
-    threads = [
-        threading.Thread(target=run, args=(*partition, i == _program[0] % 2)) for i, partition in enumerate(partitions)
-    ]
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -225,7 +245,25 @@ def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> N
         raise errors[0]
 
 
-def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> None:
+    program = _warps.program
+
+    def run(i: int) -> None:
+        _warps.program, _warps.lag = program, LAG if i == program % 2 else 0
+        function, arguments = partitions[i]
+        function(*arguments)
+        assert not _warps.products, "products were not waited for"
+        assert not _warps.stores, "stores were not waited for"
+        _wait_until_written("cp.async.bulk.wait_group 0;")
+
+    _at_once([functools.partial(run, i) for i in range(len(partitions))])
+
+
+def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0, volatile: bool = False) -> Tensor:
+    if volatile:
+        time.sleep(1e-3)
+        _warps.polls += 1
+        assert _warps.polls < 1e3 * PATIENCE, "nobody counts any more"
     if mask is None:
         return pointer.x.view(-1)[pointer.offset.long()]
     found = torch.full(mask.shape, other, dtype=pointer.x.dtype)
@@ -238,11 +276,12 @@ def _store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     pointer.x.view(-1)[pointer.offset[inside]] = value[inside]
 
 
-def _atomic_add(pointer: Pointer, value: Tensor, mask: Tensor) -> Tensor:
+def _atomic_add(pointer: Pointer, value: Tensor, mask: Tensor, sem: str = "acq_rel") -> Tensor:
     before = torch.full(mask.shape, -1, dtype=pointer.x.dtype)  # where there is a mask, the number is undefined
     for i in mask.nonzero().flatten():
-        before[i] = pointer.x[pointer.offset[i]]
-        pointer.x[pointer.offset[i]] += value[i]
+        with _memory:
+            before[i] = pointer.x[pointer.offset[i]]
+            pointer.x[pointer.offset[i]] += value[i]
     return before
 
 
@@ -293,11 +332,13 @@ def _language() -> types.ModuleType:
         broadcast=lambda a, b: torch.broadcast_tensors(a, b),
         convert_layout=lambda x, layout: x,
         static_range=range,
-        program_id=lambda axis: scalars(_program[0]),
-        num_programs=lambda axis: scalars(_program[1]),
+        program_id=lambda axis: scalars(_warps.program),
+        num_programs=lambda axis: scalars(_num_programs[0]),
         load=_load,
         store=_store,
         atomic_add=_atomic_add,
+        inline_asm_elementwise=_wait_until_written,
+        barrier=lambda: None,
         allocate_shared_memory=_allocate,
         warp_specialize=_specialize,
     )
@@ -319,7 +360,7 @@ def _hopper() -> types.ModuleType:
             async_load=engine.load,
             async_store=_start_store,
             async_atomic_add=functools.partial(_start_store, add=True),
-            store_wait=_wait_for_stores,
+            store_wait=_wait_until_read,
         ),
         warpgroup_mma=_start,
         warpgroup_mma_wait=_wait,
@@ -381,11 +422,16 @@ class Launch:
         self.constants = {name: torch.tensor(x) if type(x) is int else x for name, x in constants.items()}
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Run all programs, one after the other in any order."""
+        """Run all programs at once."""
         given: dict[str, Any] = {}
         for name in self.tensors:
             x, block = tensors[name], self.blocks.get(name)
             given[name] = Pointer(x) if block is None else Descriptor(x.view(-1) if len(block) == 1 else x, block)
-        _program[1] = self.num_programs
-        for _program[0] in random.sample(range(self.num_programs), self.num_programs):
+        _num_programs[0] = self.num_programs
+
+        def run(program: int) -> None:
+            _warps.program = program
+            time.sleep(random.uniform(0, DELAY))
             self.kernel(**given, **self.constants)
+
+        _at_once([functools.partial(run, i) for i in random.sample(range(self.num_programs), self.num_programs)])

@@ -1,4 +1,5 @@
-"""The tests of every kernel for flash_cuda, and tests of its paths for strides, 64-bit offsets and the compiler."""
+"""The tests of every kernel for flash_cuda's general kernels: strides, 64-bit offsets, the compiler; and the choice
+between these and the kernels for Hopper."""
 
 import os
 import re
@@ -6,14 +7,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cs336_basics.attention import Documents
 from cs336_systems.kernels.attention import flash_cuda as module
-from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
+from cs336_systems.kernels.attention import flash_cuda_ampere, flash_cuda_build, flash_cuda_hopper
+from cs336_systems.kernels.attention.contract import Band
+from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda, kernels_for
+from cs336_systems.kernels.attention.function import Saved
 from tests.kernels import run_flash_cuda
 from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests, gradients
 
@@ -28,6 +33,12 @@ MORE_CASES = tuple(
     ]
     for is_causal in (False, True)
 )
+
+
+@pytest.fixture(autouse=True)
+def ampere_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper GPU, too."""
+    monkeypatch.setenv("CS336_FLASH_CUDA", "ampere")
 
 
 @pytest.mark.gpu
@@ -128,37 +139,108 @@ def test_a_sanitizer_finds_nothing(tool: str, summary: str) -> None:
 
 @pytest.mark.gpu
 def test_the_sanitizer_finds_a_key_beyond_the_end() -> None:
-    run_flash_cuda.run((run_flash_cuda.LARGEST,))  # compiles it
+    run_flash_cuda.run(run_flash_cuda.LARGEST)  # compiles it
     done = under_sanitizer("memcheck", "beyond_the_end")
     assert done.returncode != 0
     assert "Invalid __global__ read" in done.stdout, done.stdout[-5000:]
 
 
-def on_cpu(d: int = 8, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    return [torch.zeros(1, 1, 4, d, dtype=dtype) for _ in range(3)]
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple[int, int]:
+    """The compute capability of the GPU on which all tensors seem to be."""
+    monkeypatch.setattr(flash_cuda_build, "capability", lambda device: request.param)
+    return request.param
 
 
-def test_unsupported_inputs_are_named() -> None:
-    with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda needs it on a CUDA device$"):
-        flash_cuda(*on_cpu())
-    supported = r"torch\.bfloat16, torch\.float16, torch\.float32"
-    with pytest.raises(ValueError, match=rf"^q is torch\.float64: it must be one of {supported}$"):
-        module._check_supported(*on_cpu(dtype=torch.float64), False)
-    with pytest.raises(ValueError, match=r"^q has head size 257: it must be 1 to 256$"):
-        module._check_supported(*on_cpu(d=257), False)
-    q, k, v = on_cpu()
-    with pytest.raises(ValueError, match=r"^k has 1 heads: flash_cuda needs as many as q has, which are 2$"):
-        module._check_supported(q.expand(1, 2, 4, 8), k, v, False)
-    with pytest.raises(ValueError, match=r"^k has 2147483648 positions: flash_cuda serves up to 2147483392$"):
-        module._check_supported(q, *(x[:, :, :1].expand(1, 1, 2**31, 8) for x in (k, v)), False)
+def on_cpu(d: int = 8, dtype: torch.dtype = torch.bfloat16, heads: int = 1) -> Tensor:
+    return torch.zeros(1, heads, 4, d, dtype=dtype)
 
 
-def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_capability", lambda device: (7, 5))
-    monkeypatch.setattr(module, "check_qkv", lambda *args, **kwargs: None)
-    q = SimpleNamespace(device=torch.device("cuda:1"), shape=(1, 1))
-    with pytest.raises(ValueError, match=r"^q is on cuda:1, of compute capability 7\.5: flash_cuda needs 8\.0"):
-        module._check(q, q, q, False)
+@pytest.mark.parametrize(
+    "capability, d, dtype, chosen",
+    [
+        ((9, 0), 1, torch.bfloat16, flash_cuda_hopper),
+        ((9, 0), 128, torch.float16, flash_cuda_hopper),
+        ((9, 0), 129, torch.float16, flash_cuda_ampere),
+        ((9, 0), 64, torch.float32, flash_cuda_ampere),
+        ((8, 0), 64, torch.bfloat16, flash_cuda_ampere),
+        ((10, 0), 64, torch.bfloat16, flash_cuda_ampere),
+    ],
+    indirect=["capability"],
+    ids=str,
+)
+def test_the_choice_of_kernels(
+    capability: tuple[int, int], d: int, dtype: torch.dtype, chosen: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = on_cpu(d, dtype)
+    for forced, kernels in module.KERNELS.items():
+        monkeypatch.setenv("CS336_FLASH_CUDA", forced)
+        assert kernels_for(q) is kernels
+    monkeypatch.delenv("CS336_FLASH_CUDA")
+    assert kernels_for(q) is chosen
+
+
+@pytest.mark.parametrize("capability", [(9, 0)], indirect=True, ids=str)
+def test_deterministic_gradients_have_other_kernels(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CS336_FLASH_CUDA")
+    monkeypatch.setattr(flash_cuda_hopper, "backward", lambda *_: "hopper")
+    monkeypatch.setattr(flash_cuda_ampere, "backward", lambda *_: "ampere")
+    monkeypatch.setattr(module, "compiled_backward", lambda *_: "compiled")
+    q, pair = on_cpu(), on_cpu(heads=2)
+    calls = [(q, q, None), (q, q, Band(3)), (pair, q, None)]
+
+    def found() -> list[object]:
+        return [module.backward(x, Saved(x, k, k, x, x, True, band), True, True) for x, k, band in calls]
+
+    assert found() == ["hopper", "hopper", "hopper"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert found() == ["ampere", "compiled", "compiled"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def refused(message: str, q: Tensor, k: Tensor | None = None, forced: str = "", **limits: Any) -> None:
+    k = q if k is None else k
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CS336_FLASH_CUDA", forced)
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            flash_cuda(q, k, k, True, **limits)
+
+
+def test_a_tensor_on_the_cpu_is_named() -> None:
+    for forced in ("", "ampere", "hopper"):
+        refused("q is on cpu: flash_cuda needs it on a CUDA device", on_cpu(), forced=forced)
+
+
+@pytest.mark.parametrize("capability", [(9, 0)], indirect=True, ids=str)
+def test_unsupported_inputs_are_named(capability: tuple[int, int]) -> None:
+    sixteen = r"torch\.bfloat16, torch\.float16"
+    refused(rf"q is torch\.float64: it must be one of {sixteen}, torch\.float32", on_cpu(dtype=torch.float64))
+    refused(rf"q is torch\.float32: it must be one of {sixteen}", on_cpu(dtype=torch.float32), forced="hopper")
+    refused("q has head size 257: it must be 1 to 256", on_cpu(257))
+    refused("q has head size 136: it must be 1 to 128", on_cpu(136), forced="hopper")
+    refused("CS336_FLASH_CUDA is 'fast': it must be hopper or ampere", on_cpu(), forced="fast")
+    many = on_cpu()[:, :, :1].expand(1, 1, 2**31, 8)
+    refused("k has 2147483648 positions: flash_cuda serves up to 2147483392", on_cpu(), many)
+
+
+@pytest.mark.parametrize("capability", [(8, 0)], indirect=True, ids=str)
+def test_what_only_the_hopper_kernels_serve_is_named(capability: tuple[int, int]) -> None:
+    name = "flash_cuda without its Hopper kernels"
+    refused(f"k has 1 heads: {name} needs as many as q has, which are 2", on_cpu(heads=2), on_cpu())
+    refused(f"window is 3: {name} serves neither windows nor documents", on_cpu(), window=3)
+    documents = Documents.from_numbers(torch.zeros(1, 4))
+    refused(f"documents are given: {name} serves neither windows nor documents", on_cpu(), documents=documents)
+    given = r"q is on cpu, of compute capability 8\.0"
+    refused(rf"{given}: flash_cuda's Hopper kernels need 9\.0", on_cpu(), forced="hopper")
+
+
+@pytest.mark.parametrize("capability", [(7, 5)], indirect=True, ids=str)
+def test_an_older_gpu_is_named(capability: tuple[int, int]) -> None:
+    refused(r"q is on cpu, of compute capability 7\.5: flash_cuda needs 8\.0 or later", on_cpu())
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,12 +248,12 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for cuda_home in (None, str(tmp_path)):
         monkeypatch.setattr(cpp_extension, "CUDA_HOME", cuda_home)
         with pytest.raises(RuntimeError, match="finds no nvcc: install the CUDA toolkit"):
-            module._library((99, 0), torch.bfloat16, 64)
+            flash_cuda_ampere._library((99, 0), torch.bfloat16, 64)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="finds no ninja on PATH: pip install ninja"):
-        module._library((99, 0), torch.bfloat16, 64)
+        flash_cuda_ampere._library((99, 0), torch.bfloat16, 64)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
@@ -197,8 +279,14 @@ def test_compiles_for_sm_80_and_sm_90_without_spills(
     # PyTorch adds these four to every build.
     without = [f"-D__CUDA_NO_{x}__" for x in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")]
     without.append("-D__CUDA_NO_BFLOAT16_CONVERSIONS__")
-    options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *module.definitions(dtype, head_size, exact)]
-    files = ["-c", str(module._SOURCES / f"{source}.cu"), "-o", str(tmp_path / "kernels.o")]
+    options = [
+        "-O3",
+        "-std=c++17",
+        "-Werror=all-warnings",
+        "-Xptxas=-v",
+        *flash_cuda_build.definitions(dtype, head_size, exact),
+    ]
+    files = ["-c", str(flash_cuda_build.SOURCES / f"{source}.cu"), "-o", str(tmp_path / "kernels.o")]
     built = subprocess.run(["nvcc", *options, *architectures, *without, *files], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     spills = re.findall(r"(\d+) bytes spill stores", built.stderr)

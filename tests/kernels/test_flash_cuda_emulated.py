@@ -18,6 +18,7 @@ CORNERS = (
     Case(17, 40, 64, leading=(2, 2), layout="heads_inside"),
     Case(65, 65, 64, leading=(), largest_score=1e4),
 )
+ALL_CASES = [case for case in CASES if not (case.key_heads or case.window or case.documents)]
 
 
 def check(case: Case, dtype: torch.dtype) -> None:
@@ -47,7 +48,7 @@ def test_head_sizes(dtype: torch.dtype, d: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case.key_heads is None], ids=str)
+@pytest.mark.parametrize("case", ALL_CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_all_cases(dtype: torch.dtype, case: Case) -> None:
     check(case, dtype)

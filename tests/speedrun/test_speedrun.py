@@ -127,7 +127,7 @@ def test_an_architecture_of_ones_own(machine: Machine, tmp_path: Path, monkeypat
 def test_passes_over_the_text_instead_of_minutes(machine: Machine, tmp_path: Path) -> None:
     config, _ = prepare(tmp_path, "--epochs", "3")
     tokens = config["train"]["max_steps"] * config["train"]["batch_size"] * 32
-    text = len(load_tokens(tmp_path / "data" / "stories" / "train.npy", 768, 33))
+    text = len(load_tokens(tmp_path / "data" / "stories" / "train.npy", 768))
     assert 3 * text <= tokens < 3 * text + config["train"]["batch_size"] * 32
     assert config["train"]["max_minutes"] is None
     assert {trial.size for trial in machine.trials} == {"nano"}
@@ -137,7 +137,7 @@ def test_a_short_text_is_read_sixteen_times_at_most(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = prepare(tmp_path / "stories", "--minutes", "100")
-    text = len(load_tokens(tmp_path / "stories" / "data" / "stories" / "train.npy", 768, 33))
+    text = len(load_tokens(tmp_path / "stories" / "data" / "stories" / "train.npy", 768))
     tokens = config["train"]["max_steps"] * config["train"]["batch_size"] * 32
     assert tokens == pytest.approx(16 * text, abs=config["train"]["batch_size"] * 32)
     assert "a longer text would be worth more" in capsys.readouterr().out

@@ -304,7 +304,9 @@ def validation_sequences() -> dict[int, list[int]]:
     found = {}
     for batch_size in (4, 8, 32):
         with tiny_trainer(config_of(batch_size=batch_size, validation_sequences=22)) as trainer:
-            found[batch_size] = trainer.validation_starts(2000).ravel().tolist()
+            starts = trainer.validation_starts(2000)
+            assert starts.shape[1] <= trainer.micro_batch
+            found[batch_size] = starts.ravel().tolist()
     return found
 
 

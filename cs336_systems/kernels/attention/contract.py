@@ -147,6 +147,17 @@ def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:
     return x[(None,) * (4 - x.ndim)]
 
 
+def can_use_tma(*tensors: Tensor) -> bool:
+    """Whether TMA can move these tensors: rows are contiguous and 16-byte aligned, and none is repeated."""
+    for x in tensors:
+        steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+        if x.stride(-1) != 1 or x.data_ptr() % 16:
+            return False
+        if not all(step > 0 and step * x.element_size() % 16 == 0 for step in steps):
+            return False
+    return True
+
+
 def visible_pairs(n_q: int, n_k: int, is_causal: bool, window: int | None = None) -> int:
     """The number of (query, key) pairs the mask leaves: N_q N_k, or the sum of min(i + 1, N_k) over queries i < N_q.
 

@@ -2,8 +2,9 @@
 
 A tile has 128 keys, and each of the two warpgroups 64 of them: it computes their part of the scores and of dP,
 transposed, and adds to their dK and dV in registers. dQ needs the dS of all keys. The warpgroups exchange their dS in
-shared memory, each computes one half of the tile's dQ, and TMA adds it to DQ, the sums of all programs in float32. The
-order of these additions differs from run to run, and so do the last bits of dQ.
+shared memory, each computes one half of the tile's dQ, and TMA adds it to DQ, the sums of all programs in float32.
+The order of these additions differs from run to run, and so do the last bits of dQ. Where ORDERED is true, programs add
+in turn: those with later keys first, because with causal attention these reach a tile of queries first anyway.
 
 The five products, in the order of FlashAttention-2's Algorithm 2: S = q k^T, dV += P^T do, dP = do v^T, dQ += dS k and
 dK += dS^T q. S and dP are transposed here: their rows are keys, 64 for each warpgroup. Over time, for one tile of
@@ -29,6 +30,7 @@ Legend, in addition to the legend of `flash_gluon_common.py`
     QUERIES        queries of a tile: 128 where D_PAD is 64, and 64 where it is 128
     STARTS         (2 * B * H, N_PAD): -L / scale for all heads, then -delta = -rowsum(do * o) for all heads. Beyond
                    N_q L is infinite, so the probability is 0
+    ADDED          for each block of DQ the number of programs that added to it. It follows COUNTER in memory
     DQ             (B * H * N_PAD * D_PAD / 32, 32): dq / scale in float32, in blocks of 64 queries and 64 columns, each
                    in the order of `_fragments`. Where D_PAD is 128 a block of columns 64 to 127 follows each block of
                    columns 0 to 63
@@ -56,16 +58,21 @@ from .flash_gluon_common import (
     STAGES,
     add_out,
     after_query,
+    barrier,
     barriers,
     copy_in,
+    count_up,
     load_tile,
     next_tile,
     place,
     query_head,
+    read_count,
     store_tile,
     take_tile,
     viewed_as,
     wait_empty,
+    wait_for_count,
+    wait_for_memory,
     wait_ready,
 )
 
@@ -97,7 +104,7 @@ def _offsets(strides, b, h, rows, columns):
 def prepare_kernel(
     o_, do_, L, STARTS, DQ, COUNTER, o_strides, do_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl.constexpr
 ):  # fmt: skip
-    """STARTS and zeros in DQ, for 64 queries; zero in COUNTER."""
+    """STARTS and zeros in DQ and ADDED, for 64 queries; zero in COUNTER."""
     tiles = tl.cdiv(N_q, 128) * 2
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     rows, columns = tile * 64 + tl.arange(0, 64), tl.arange(0, D_PAD)
@@ -109,6 +116,8 @@ def prepare_kernel(
     tl.store(starts, -logsumexp / scale)
     tl.store(starts + (tl.num_programs(0) // tiles).to(tl.int64) * tiles * 64, -tl.sum(o * do, 1))
     tl.store(COUNTER, 0, mask=tl.program_id(0) == 0)
+    for i in tl.static_range(D_PAD // 64):
+        tl.store(COUNTER + 1 + tl.program_id(0) * (D_PAD // 64) + i, 0)
     zeros = tl.zeros([64 * D_PAD], tl.float32)
     tl.store(DQ + tl.program_id(0).to(tl.int64) * 64 * D_PAD + tl.arange(0, 64 * D_PAD), zeros)
 
@@ -137,11 +146,13 @@ def finish_kernel(dq_, DQ, dq_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl
 
 @gluon.jit
 def _place(
-    tile, H, N_q, N_k, band, TILES, GROUP,
-    QUERIES: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    tile, H, N_q, N_k, band, TILES, HEADS,
+    QUERIES: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """b, h, bh and the first key of a tile of keys, and the tiles of queries that see it, from `first` to `count`."""
-    block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H // G, GROUP)
+    block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H // G, HEADS)
+    if ORDERED:  # a program waits for those of later keys, so these begin first
+        block = gl.cdiv(N_k, BLOCK) - 1 - block
     n0 = block * BLOCK
     count = gl.cdiv(N_q, QUERIES)
     first = 0
@@ -153,9 +164,11 @@ def _place(
 
 
 @gluon.jit
-def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
+def _producer(
+    work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, ORDERED: gl.constexpr
+):
     """Load the keys and values, then the tiles of queries in the order in which the warpgroups read them."""
-    descs, buffers, bars, COUNTER, _, H, N_q, N_k, band, TILES, GROUP = work
+    descs, buffers, bars, COUNTER, _, H, N_q, N_k, band, TILES, HEADS = work
     q_, k_, v_, do_, _, _, STARTS, _ = descs
     k, v, q_buffers, do_buffers, s_starts, dp_starts, _, _, tiles = buffers
     tile_ready, kv_ready, kv_empty, ready, empty, _ = bars
@@ -164,7 +177,7 @@ def _producer(work, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, 
     num_heads = TILES // gl.cdiv(N_k, BLOCK) * G
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, QUERIES, G, CAUSAL, BAND)
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
         mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)
         mbarrier.expect(kv_ready.index(0), 2 * k_.block_type.nbytes)
         load_tile(k_, b, h, n0, k, kv_ready.index(0))
@@ -228,23 +241,47 @@ def _fragments(x):
 
 
 @gluon.jit
-def _store_dq(dq, buffer):
-    """Store a warpgroup's dq in its buffer, once TMA has read the buffer."""
-    tma.store_wait(0)
-    buffer.store(_fragments(dq))
+def _turn(t, first_key, N_k, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many programs add to tile t of the queries before this one: those with later keys that it sees."""
+    last = gl.cdiv(N_k, BLOCK) - 1
+    if CAUSAL:
+        last = gl.minimum(last, t * QUERIES // BLOCK)
+    return last - first_key // BLOCK
 
 
 @gluon.jit
-def _add_to_dq(DQ, block, buffer):
-    """Have TMA add a buffer to a block of DQ."""
+def _store_dq(dq, buffer, added, has_added, ORDERED: gl.constexpr):
+    """Store a warpgroup's dq in its buffer, once TMA has read the buffer. ORDERED: count the block that TMA added."""
+    if ORDERED:
+        wait_for_memory()
+    tma.store_wait(0)
+    buffer.store(_fragments(dq))
+    if ORDERED:
+        count_up(added, has_added)
+
+
+@gluon.jit
+def _added(ADDED, block, ORDERED: gl.constexpr):
+    """ORDERED: how many programs have added to a block of DQ. Read early, because the answer takes a while."""
+    seen = 0
+    if ORDERED:
+        seen = read_count(ADDED + block)
+    return seen
+
+
+@gluon.jit
+def _add_to_dq(DQ, ADDED, block, buffer, seen, turn, ORDERED: gl.constexpr):
+    """Have TMA add a buffer to a block of DQ. ORDERED: after `turn` others; `seen` of them were done before."""
     fence_async_shared()
+    if ORDERED:
+        wait_for_count(ADDED + block, seen, turn)
     add_out(DQ, [block * 128, 0], buffer)
 
 
 @gluon.jit
 def _loop_in_halves(
     k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, limit, dq_block,
-    LEFT: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr,
+    LEFT: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 128 queries from lo to hi, where D_PAD is 64: the first 64 queries, then the others.
 
@@ -252,21 +289,24 @@ def _loop_in_halves(
     other. A fence waits until stores to shared memory are done, so each stands behind the start of more products: TMA
     adds the dQ of a tile while the next tile but one runs.
     """
-    descs, buffers, bars, _, scale, _, _, N_k, _, _, _ = work
+    descs, buffers, bars, COUNTER, scale, _, _, N_k, _, _, _ = work
     all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, _ = buffers
     _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
+    ADDED = COUNTER + 1
     for t in range(lo, hi):
         step = start + t - first
         stage = step % STAGES
         q, do = q_buffers.index(stage), do_buffers.index(stage)
         s_start, dp_start = s_starts.index(stage), dp_starts.index(stage)
         q1, q2, do1, do2 = q.slice(0, 64), q.slice(64, 64), do.slice(0, 64), do.slice(64, 64)
+        seen = _added(ADDED, dq_block + gl.maximum(t - 2, first) * _GROUPS, ORDERED)
         wait_ready(ready, step)
         s = _start_tile(k, q1, s_start.slice(0, 64))
         dp = _start_tile(v, do1, dp_start.slice(0, 64))
         if t > first + 1:
-            _add_to_dq(descs[7], dq_block + (t - 2) * _GROUPS, dq_buffers.index(group))
+            turn = _turn(t - 2, first_key, N_k, 128, CAUSAL)
+            _add_to_dq(descs[7], ADDED, dq_block + (t - 2) * _GROUPS, dq_buffers.index(group), seen, turn, ORDERED)
         s = warpgroup_mma_wait(1, [s])
         p = _probabilities(s, first_key, t * 128, limit, sc, N_k, CAUSAL, BAND, MASKED)
         dp = warpgroup_mma_wait(0, [dp])
@@ -289,7 +329,7 @@ def _loop_in_halves(
         fence_async_shared()
         mbarrier.arrive(ds_ready.index((step + passes + 1) % STAGES))
         dq = warpgroup_mma_wait(2, [dq])
-        _store_dq(dq, dq_buffers.index(group))
+        _store_dq(dq, dq_buffers.index(group), ADDED + dq_block + (t - 2) * _GROUPS, t > first + 1, ORDERED)
         dv, dk = warpgroup_mma_wait(0, [dv, dk])
         mbarrier.arrive(empty.index(stage))
     return dk, dv
@@ -298,17 +338,19 @@ def _loop_in_halves(
 @gluon.jit
 def _loop(
     k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, limit, dq_block,
-    LEFT: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr,
+    LEFT: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 64 queries from lo to hi, where D_PAD is 128."""
-    descs, buffers, bars, _, scale, _, _, N_k, _, _, _ = work
+    descs, buffers, bars, COUNTER, scale, _, _, N_k, _, _, _ = work
     all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, _ = buffers
     _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
+    ADDED = COUNTER + 1
     for t in range(lo, hi):
         step = start + t - first
         stage = step % STAGES
         q, do = q_buffers.index(stage), do_buffers.index(stage)
+        seen = _added(ADDED, dq_block + gl.maximum(t - 1, first) * _GROUPS, ORDERED)
         wait_ready(ready, step)
         s = _start_tile(k, q, s_starts.index(stage))
         dp = _start_tile(v, do, dp_starts.index(stage))
@@ -325,8 +367,9 @@ def _loop(
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, [dq, dv])
         if t > first:
-            _store_dq(dq, dq_buffers.index(group))
-            _add_to_dq(descs[7], dq_block + (t - 1) * _GROUPS, dq_buffers.index(group))
+            _store_dq(dq, dq_buffers.index(group), ADDED + dq_block + (t - 2) * _GROUPS, t > first + 1, ORDERED)
+            turn = _turn(t - 1, first_key, N_k, 64, CAUSAL)
+            _add_to_dq(descs[7], ADDED, dq_block + (t - 1) * _GROUPS, dq_buffers.index(group), seen, turn, ORDERED)
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
         mbarrier.arrive(empty.index(stage))
     return dk, dv
@@ -334,21 +377,22 @@ def _loop(
 
 @gluon.jit
 def _consumer(
-    work, group: gl.constexpr, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr
-):
+    work, group: gl.constexpr, D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: dk and dv of its keys, and its blocks of DQ. Keys beyond N_k give rows that are not stored."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     LOOP: gl.constexpr = _loop_in_halves if D_PAD == 64 else _loop
-    descs, buffers, bars, _, scale, H, N_q, N_k, band, TILES, GROUP = work
-    dk_, dv_, DQ = descs[4], descs[5], descs[7]
+    descs, buffers, bars, COUNTER, scale, H, N_q, N_k, band, TILES, HEADS = work
+    dk_, dv_, DQ, ADDED = descs[4], descs[5], descs[7], COUNTER + 1
     all_k, all_v, q_buffers, _, _, _, ds_buffers, dq_buffers, tiles = buffers
     tile_ready, kv_ready, kv_empty, _, empty, ds_ready = bars
     QUERIES: gl.constexpr = q_buffers.shape[1]
     buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, GROUP, QUERIES, G, CAUSAL, BAND)
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
         first_key = n0 + group * _ROWS
         limit = first_key
         if BAND != "none":
@@ -381,25 +425,35 @@ def _consumer(
                 inner = gl.minimum(gl.maximum(after_query(n0, b, band, N_q, BAND) // QUERIES, masked), count)
             dk, dv = LOOP(
                 k, v, dk, dv, work, group, passes, start, first, first, masked, first_key, limit, dq_block,
-                LEFT, CAUSAL, BAND, True,
+                LEFT, CAUSAL, BAND, True, ORDERED,
             )  # fmt: skip
             dk, dv = LOOP(
                 k, v, dk, dv, work, group, passes, start, first, masked, inner, first_key, limit, dq_block,
-                LEFT, CAUSAL, BAND, False,
+                LEFT, CAUSAL, BAND, False, ORDERED,
             )  # fmt: skip
             if BAND != "none":
                 dk, dv = LOOP(
                     k, v, dk, dv, work, group, passes, start, first, inner, count, first_key, limit, dq_block,
-                    LEFT, CAUSAL, BAND, True,
+                    LEFT, CAUSAL, BAND, True, ORDERED,
                 )  # fmt: skip
             start += count - first
             if count > first:
+                last = dq_block + (count - 1) * _GROUPS
+                before = last - _GROUPS
                 if D_PAD == 64 and count > first + 1:
-                    _add_to_dq(DQ, dq_block + (count - 2) * _GROUPS, dq_buffers.index(group))
+                    turn = _turn(count - 2, first_key, N_k, QUERIES, CAUSAL)
+                    seen = _added(ADDED, before, ORDERED)
+                    _add_to_dq(DQ, ADDED, before, dq_buffers.index(group), seen, turn, ORDERED)
                 dq = _start_dq(all_k, ds_buffers, ds_ready, start + passes, group)
                 dq = warpgroup_mma_wait(0, [dq])
-                _store_dq(dq, dq_buffers.index(group))
-                _add_to_dq(DQ, dq_block + (count - 1) * _GROUPS, dq_buffers.index(group))
+                _store_dq(dq, dq_buffers.index(group), ADDED + before, count > first + 1, ORDERED)
+                turn = _turn(count - 1, first_key, N_k, QUERIES, CAUSAL)
+                seen = _added(ADDED, last, ORDERED)
+                _add_to_dq(DQ, ADDED, last, dq_buffers.index(group), seen, turn, ORDERED)
+                if ORDERED:
+                    wait_for_memory()
+                    barrier()
+                    count_up(ADDED + last, True)
         mbarrier.arrive(kv_empty.index(0))
         tma.store_wait(0)
         store_tile(dk_, b, h, first_key, dk * scale, buffer)
@@ -412,8 +466,8 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def gradients_kernel(
-    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, COUNTER, DOCUMENT_ENDS, scale, H, N_q, N_k, WINDOW, TILES, GROUP,
-    D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, COUNTER, DOCUMENT_ENDS, scale, H, N_q, N_k, WINDOW, TILES, HEADS,
+    D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of this program's tiles of keys, and their part of DQ."""
     dtype: gl.constexpr = q_.dtype
@@ -438,12 +492,12 @@ def gradients_kernel(
     buffers = (k, v, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, tiles)
     bars = (tile_ready, kv_ready, kv_empty, ready, empty, ds_ready)
     band = (DOCUMENT_ENDS, DOCUMENT_ENDS, WINDOW)  # the starts are not used
-    work = (descs, buffers, bars, COUNTER, scale, H, N_q, N_k, band, TILES, GROUP)
+    work = (descs, buffers, bars, COUNTER, scale, H, N_q, N_k, band, TILES, HEADS)
     gl.warp_specialize(
         [
-            (_consumer, (work, 0, D_PAD, G, CAUSAL, BAND)),
-            (_consumer, (work, 1, D_PAD, G, CAUSAL, BAND)),
-            (_producer, (work, D_PAD, G, CAUSAL, BAND)),
+            (_consumer, (work, 0, D_PAD, G, CAUSAL, BAND, ORDERED)),
+            (_consumer, (work, 1, D_PAD, G, CAUSAL, BAND, ORDERED)),
+            (_producer, (work, D_PAD, G, CAUSAL, BAND, ORDERED)),
         ],
         [4, 1],
         REGISTERS,

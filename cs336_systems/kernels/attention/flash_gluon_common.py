@@ -1,4 +1,4 @@
-"""Shared by the Gluon kernels of `flash_triton`: one warp loads, two groups of four warps compute.
+"""Shared by the Gluon kernels of `flash_triton`: one warp loads, two or three groups of four warps compute.
 
 In each kernel a group of four warps (a warpgroup) owns ROWS rows and loops over tiles of other tensors. One more warp
 makes TMA bring these tiles into shared memory. The loading warp and the warpgroups synchronise only by barriers.
@@ -8,15 +8,15 @@ loading warp takes the next tile from a counter in memory, and loads for it whil
 
 Legend, in addition to the legend of `flash_triton_kernels.py`
     q_, k_, ...    descriptors of the tensors: TMA loads and stores their tiles
-    ROWS           rows of a warpgroup; a program's tile has GROUPS * ROWS
-    TILES          the number of all programs' tiles, the ones with most work first
-    COUNTER        how many of them were taken, not counting each program's first
+    ROWS           rows of a warpgroup
+    GROUPS         warpgroups that compute: 2, and 3 in the forward pass where D_PAD is 64
+    TILES          the number of all programs' tiles; those with the most work come first
+    COUNTER        how many of them have been taken, not counting each program's first
     i              the number of this program's tiles so far
     STAGES         how many tiles of each tensor of the inner loop are in shared memory at a time
     step           the number of such tiles so far, over all tiles of the program. It is in stage step % STAGES
-    round          step // STAGES: how often the stage was used before. A barrier alternates between two phases: a wait
-                   with phase n & 1 waits for its n-th completion, counted from 0. A wait with the other phase returns
-                   at once the first time
+    round          step // STAGES: how often the stage was used before. A wait with phase n & 1 waits for the n-th
+                   completion of a barrier, from 0 on. Before completion 0, a wait with phase 1 returns at once
     ready          barriers that complete when TMA has filled a stage
     empty          barriers that complete when all warpgroups have read a stage
 """
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # Triton 3.6 has the second name of each, 3.9 the first.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
 else:  # Triton 3.6 can, but has no name for it
@@ -55,7 +56,7 @@ HEAD_SIZES = (64, 128)
 ROWS = 64
 GROUPS = 2
 BLOCK = gl.constexpr(ROWS * GROUPS)
-"""Rows of a program's tile."""
+"""Rows of a program's tile, where two warpgroups compute."""
 LAYOUTS = {
     4: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
     2: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),
@@ -63,12 +64,12 @@ LAYOUTS = {
 }
 """How TMA lays out a tile (4 axes), a block of DQ (2 axes) and a piece of STARTS (1 axis) in shared memory."""
 NUM_WARPS = 4
-"""Warps of the first warpgroup; a kernel adds a second warpgroup and the warp that loads."""
+"""Warps of the first warpgroup; a kernel adds the other warpgroups and the warp that loads."""
 MAX_REGISTERS = {2: 168, 3: 128}
-"""Per thread, by the number of warpgroups that compute: 65,536 over 12 or 16 warps. The kernels redistribute them."""
-REGISTERS = gl.constexpr([240, 24])
-"""Per thread of the second warpgroup and of the warp that loads; the first warpgroup gets the rest, 240 too."""
-LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "GROUP"]
+"""Per thread, by GROUPS: 65,536 over 12 or 16 warps (the loading one counts as four). The kernels redistribute them."""
+REGISTERS, REGISTERS_OF_THREE = gl.constexpr([240, 24]), gl.constexpr([160, 160, 32])
+"""Per thread, of the warpgroups after the first and of the warp that loads; the first gets the rest, as many."""
+LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "HEADS"]
 """No kernel is recompiled for a length of 1 or a multiple of 16."""
 _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -77,10 +78,10 @@ STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def place(tile, tiles, num_blocks, H, GROUP):
+def place(tile, tiles, num_blocks, H, HEADS):
     """The block, b, h and bh of a tile, as `_program` of the Triton kernels."""
-    first = tile // (num_blocks * GROUP) * GROUP
-    size = gl.minimum(GROUP, tiles // num_blocks - first)
+    first = tile // (num_blocks * HEADS) * HEADS
+    size = gl.minimum(HEADS, tiles // num_blocks - first)
     within = tile - first * num_blocks
     bh = first + within % size
     return within // size, bh // H, bh % H, bh
@@ -144,7 +145,7 @@ def wait_empty(empty, step):
 def take_tile(COUNTER, tiles, tile_ready, i):
     """Take the tile after the i-th from the counter, and tell the warpgroups.
 
-    They have begun the tile before the i-th, so they have read the number in this place.
+    Its number overwrites that of tile i - 1. All warpgroups have read that one, because they have begun tile i - 1.
     """
     lanes = gl.arange(0, 32, _ONE_WARP)
     ones = gl.full([32], 1, gl.int32, _ONE_WARP)
@@ -174,3 +175,32 @@ def store_tile(desc, b, h, row, x, buffer):
     buffer.store(x.to(desc.dtype))
     fence_async_shared()
     copy_out(desc, [b, h, row, 0], buffer.reshape(desc.block_type.shape))
+
+
+@gluon.jit
+def wait_for_memory():
+    """Wait until the stores and sums that this warpgroup gave to TMA are in memory, not only read by TMA."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.arange(0, 128, _FOUR_WARPS)], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def count_up(counter, condition):
+    """Add one to a counter in memory, if the condition holds. What `wait_for_memory` waited for is there before."""
+    threads = gl.arange(0, 128, _FOUR_WARPS)
+    ones = gl.full([128], 1, gl.int32, _FOUR_WARPS)
+    gl.atomic_add(counter + threads * 0, ones, mask=(threads == 0) & condition, sem="relaxed")
+
+
+@gluon.jit
+def read_count(counter):
+    """A counter in memory, as it is now."""
+    return gl.load(counter, volatile=True)
+
+
+@gluon.jit
+def wait_for_count(counter, seen, count):
+    """Wait until a counter in memory has reached a count; it was `seen` before."""
+    while seen < count:
+        seen = read_count(counter)

@@ -6,8 +6,8 @@ with 64 queries of its own. A warpgroup starts the product with the next keys, t
 and computes the exponentials of the next scores while the second product runs.
 
 The warpgroups take turns to start their products (FlashAttention-3's ping-pong): the products of one run while the
-others compute their exponentials. With S(j) = q k^T and P(j) = exp2(S(j) - m) for the tile of keys j, two of them over
-time:
+others compute their exponentials. The last tile of keys comes first. For the tile of keys j, S(j) = q k^T and
+P(j) = exp2(S(j) - m); the P v that starts with S(j) is that of tile j + 1. Two warpgroups over time:
 
     first group      start S(j), P v     P(j) ............     start S(j-1), P v     P(j-1) ..........
     second group     P(j+1) ..........   start S(j), P v       P(j) ..............   start S(j-1), P v
@@ -33,6 +33,7 @@ from .flash_gluon_common import (
     LENGTHS,
     LOG2_E,
     REGISTERS,
+    REGISTERS_OF_THREE,
     ROWS,
     STAGES,
     barriers,
@@ -56,33 +57,33 @@ _LN_2 = gl.constexpr(math.log(2))
 
 
 def groups(d_pad: int) -> int:
-    """Warpgroups of a program: as many as its registers can serve. Each reads all keys and values of the tile."""
+    """GROUPS: as many as there are registers for, since all warpgroups share each load of keys and values."""
     return 3 if d_pad == 64 else 2
 
 
 @gluon.jit
-def _place(tile, H, N_q, TILES, GROUP, GROUPS: gl.constexpr):
+def _place(tile, H, N_q, TILES, HEADS, GROUPS: gl.constexpr):
     """b, h, bh and the first query of a tile."""
     num_blocks = gl.cdiv(N_q, GROUPS * _ROWS)
-    block, b, h, bh = place(tile, TILES, num_blocks, H, GROUP)
+    block, b, h, bh = place(tile, TILES, num_blocks, H, HEADS)
     return b, h, bh, (num_blocks - 1 - block) * GROUPS * _ROWS
 
 
 @gluon.jit
 def _seen(m0, rows: gl.constexpr, b, N_k, band, CAUSAL: gl.constexpr, BAND: gl.constexpr):
-    """The tiles of keys that so many queries see, from `begin` to `count`.
+    """The tiles of keys that the `rows` queries from m0 see, from `begin` to `end`.
 
-    Each of 64 queries sees all keys of the tiles from `inner` on, except for those of the last one.
+    If `rows` is 64, which divides BN, each query sees all keys of the tiles from `inner` to the last but one.
     """
-    end = N_k
+    keys = N_k
     if CAUSAL:
-        end = gl.minimum(m0 + rows, N_k)
-    count = gl.cdiv(end, _BN)
+        keys = gl.minimum(m0 + rows, N_k)
+    end = gl.cdiv(keys, _BN)
     begin, inner = 0, 0
     if BAND != "none":
         begin = first_key(m0, b, band, N_k, BAND) // _BN
-        inner = gl.minimum(gl.cdiv(first_key(m0 + rows - 1, b, band, N_k, BAND), _BN), count - 1)
-    return begin, inner, count
+        inner = gl.minimum(gl.cdiv(first_key(m0 + rows - 1, b, band, N_k, BAND), _BN), end - 1)
+    return begin, inner, end
 
 
 @gluon.jit
@@ -97,26 +98,26 @@ def _load_next(desc, b, h, row, buffers, ready, empty, step):
 @gluon.jit
 def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr):
     """Load the tiles in the order in which the warpgroups read them: the last keys come first."""
-    descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, band, TILES, GROUP = work
+    descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, band, TILES, HEADS = work
     q_, k_, v_, _ = descs
     q_buffers, k_buffers, v_buffers, _, tiles = buffers
     tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, _bh, m0 = _place(tile, H, N_q, TILES, GROUP, GROUPS)
-        begin, _inner, count = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
+        b, h, _bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
+        begin, _inner, end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
         for group in gl.static_range(GROUPS):
             mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
             bar = q_ready.index(group)
             mbarrier.expect(bar, q_.block_type.nbytes)
             load_tile(q_, b, h, m0 + group * _ROWS, q_buffers.index(group), bar)
         kv_head = key_head(h, G)
-        _load_next(k_, b, kv_head, (count - 1) * _BN, k_buffers, k_ready, k_empty, start)
-        for j in range(count - 1, begin, -1):
-            step = start + count - 1 - j
+        _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, k_empty, start)
+        for j in range(end - 1, begin, -1):
+            step = start + end - 1 - j
             _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, k_empty, step + 1)
             _load_next(v_, b, kv_head, j * _BN, v_buffers, v_ready, v_empty, step)
-        start += count - begin
+        start += end - begin
         _load_next(v_, b, kv_head, begin * _BN, v_buffers, v_ready, v_empty, start - 1)
         tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
@@ -140,7 +141,7 @@ def _start_output(p, acc, v_buffers, v_ready, step):
 
 @gluon.jit
 def _wait_for_turn(turns, group: gl.constexpr, n):
-    """Wait for this warpgroup's n-th turn to start products. The first one is the first warpgroup's."""
+    """Wait for this warpgroup's n-th turn to start products. The first warpgroup's turn 0 needs no wait."""
     mbarrier.wait(turns.index(group), n & 1 ^ (group == 0))
 
 
@@ -151,7 +152,7 @@ def _pass_turn(turns, group: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _pass_over(bars, group: gl.constexpr, lo, hi, i, GROUPS: gl.constexpr):
-    """The steps from lo to hi, whose keys only other warpgroups see. The i-th tile's turn n belongs to step n + i."""
+    """The steps from lo to hi, whose keys only other warpgroups see: free the stages, pass on turn `step - i`."""
     _, _, _, k_ready, k_empty, v_ready, v_empty, turns = bars
     for step in range(lo, hi):
         wait_ready(k_ready, step)
@@ -185,18 +186,18 @@ def _softmax(
 
 @gluon.jit
 def _loop(
-    q, p, acc, total, m, buffers, bars, group: gl.constexpr, i, end, lo, hi, first_row, limit, sc, N_k,
+    q, p, acc, total, m, buffers, bars, group: gl.constexpr, i, base, lo, hi, first_row, limit, sc, N_k,
     OUTPUT: gl.constexpr, GROUPS: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of keys from lo to hi, the last one first. Tile j has step end - 1 - j, and needs no causal mask.
+    """The tiles of keys from lo to hi, the last one first. Tile j has step base - 1 - j, and needs no causal mask.
 
-    p has the probabilities of the tile before, not yet multiplied with v.
+    p has the probabilities of tile j + 1, not yet multiplied with v.
     """
     _, k_buffers, v_buffers, _, _ = buffers
     _, q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = bars
     for j in range(hi - 1, lo - 1, -1):
-        step = end - 2 - j
-        _wait_for_turn(turns, group, step - i)  # a tile has one turn less than steps
+        step = base - 2 - j  # of tile j + 1
+        _wait_for_turn(turns, group, step - i)  # each of the i tiles before had one turn less than steps
         scores = _start_scores(q, k_buffers, k_ready, step + 1)
         output = _start_output(p, acc, v_buffers, v_ready, step)
         _pass_turn(turns, group, GROUPS)
@@ -204,8 +205,8 @@ def _loop(
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, MASKED)
         if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
             p_next = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a barrier,
-        # and without it would wait for the product before it computes the exponentials.
+        # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a barrier.
+        # Without this wait it would wait for the product before it computes the exponentials.
         mbarrier.wait(q_ready.index(group), i & 1)
         acc, p_next = warpgroup_mma_wait(0, [output, p_next])
         p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
@@ -221,10 +222,10 @@ def _consumer(
 ):
     """One warpgroup: o and L of its queries.
 
-    They see some keys of the last tile, and all keys of those before it, but for the first ones where there is a band.
+    The queries may see only some keys of the last tile and, where there is a band, of the first ones: these are masked.
     """
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
-    descs, buffers, bars, L, _, scale, H, N_q, N_k, band, TILES, GROUP = work
+    descs, buffers, bars, L, _, scale, H, N_q, N_k, band, TILES, HEADS = work
     o_ = descs[3]
     q_buffers, k_buffers, v_buffers, o_buffers, tiles = buffers
     tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
@@ -232,16 +233,16 @@ def _consumer(
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, m0 = _place(tile, H, N_q, TILES, GROUP, GROUPS)
+        b, h, bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
         first_row = m0 + group * _ROWS
-        tile_begin, _inner, tile_count = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
-        begin, inner, count = _seen(first_row, _ROWS, b, N_k, band, CAUSAL, BAND)
+        tile_begin, _inner, tile_end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
+        begin, inner, end = _seen(first_row, _ROWS, b, N_k, band, CAUSAL, BAND)
         limit = first_row
         if BAND != "none":
             limit = first_key(first_row + gl.arange(0, _ROWS, _ROW), b, band, N_k, BAND)
-        end = start + tile_count
-        _pass_over(bars, group, start, end - count, i, GROUPS)
-        start = end - count
+        base = start + tile_end  # tile j of the keys has step base - 1 - j
+        _pass_over(bars, group, start, base - end, i, GROUPS)
+        start = base - end
         mbarrier.wait(q_ready.index(group), i & 1)
         scores = _start_scores(q, k_buffers, k_ready, start)
         s = warpgroup_mma_wait(0, [scores])
@@ -249,24 +250,24 @@ def _consumer(
         acc = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
         total = gl.zeros([_ROWS], gl.float32, _ROW)
         m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
-        p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * _BN, limit, sc, N_k, CAUSAL, BAND, True)
+        p, _alpha, total, m = _softmax(s, total, m, first_row, (end - 1) * _BN, limit, sc, N_k, CAUSAL, BAND, True)
         p = gl.convert_layout(p.to(o_.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         p, acc, total, m = _loop(
-            q, p, acc, total, m, buffers, bars, group, i, end, inner, count - 1, first_row, limit, sc, N_k,
+            q, p, acc, total, m, buffers, bars, group, i, base, inner, end - 1, first_row, limit, sc, N_k,
             OUTPUT, GROUPS, BAND, False,
         )  # fmt: skip
         if BAND != "none":
             p, acc, total, m = _loop(
-                q, p, acc, total, m, buffers, bars, group, i, end, begin, inner, first_row, limit, sc, N_k,
+                q, p, acc, total, m, buffers, bars, group, i, base, begin, inner, first_row, limit, sc, N_k,
                 OUTPUT, GROUPS, BAND, True,
             )  # fmt: skip
-        start = end - begin
+        start = base - begin
         mbarrier.arrive(q_empty.index(group))
         output = _start_output(p, acc, v_buffers, v_ready, start - 1)
         acc = warpgroup_mma_wait(0, [output])
         mbarrier.arrive(v_empty.index((start - 1) % STAGES))
-        _pass_over(bars, group, start, end - tile_begin, i + 1, GROUPS)
-        start = end - tile_begin
+        _pass_over(bars, group, start, base - tile_begin, i + 1, GROUPS)  # this tile's first step had no turn
+        start = base - tile_begin
         rows = first_row + gl.arange(0, _ROWS, _ROW)
         gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
         o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -279,7 +280,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q_, k_, v_, o_, L, COUNTER, DOCUMENT_STARTS, scale, H, N_q, N_k, WINDOW, TILES, GROUP,
+    q_, k_, v_, o_, L, COUNTER, DOCUMENT_STARTS, scale, H, N_q, N_k, WINDOW, TILES, HEADS,
     D_PAD: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """o and L of this program's tiles of queries."""
@@ -300,7 +301,7 @@ def forward_kernel(
     buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tiles)
     bars = (tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
     band = (DOCUMENT_STARTS, DOCUMENT_STARTS, WINDOW)  # the ends are not used
-    work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, band, TILES, GROUP)
+    work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, band, TILES, HEADS)
     if GROUPS == 3:
         gl.warp_specialize(
             [
@@ -310,7 +311,7 @@ def forward_kernel(
                 (_producer, (work, GROUPS, G, CAUSAL, BAND)),
             ],
             [4, 4, 1],
-            [160, 160, 32],
+            REGISTERS_OF_THREE,
         )
     else:
         gl.warp_specialize(

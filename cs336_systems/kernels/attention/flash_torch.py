@@ -3,8 +3,8 @@
 Legend
     B              all leading dimensions of k flattened into one
     N_q, N_k, D    queries, keys, head size
-    group          query heads of a key head. Their queries are the rows of one matrix, of (B, rows, D): row
-                   i group + g is query i of the g-th head
+    group          how many query heads share a key head. Their queries are the rows of one matrix, of (B, rows, D):
+                   row i * group + g is query i of the g-th head
     S              the scores, Q K^T / sqrt(D)
     L              the logsumexp of each query's scores
     P              the softmax, exp(S - L)
@@ -43,7 +43,7 @@ _RECOMPILE_LIMIT = 64
 
 
 def tile_size(batch: int, device_type: str) -> int:
-    """Queries and keys per tile: a power of two with batch x size x size within `_TILE_SCORES`, but at least 16."""
+    """Queries and keys per tile: 2^n with batch (q's heads in all) x size x size within `_TILE_SCORES`, at least 16."""
     scores = _TILE_SCORES.get(device_type, _TILE_SCORES["cpu"]) // max(batch, 1)
     return max(16, 2 ** (int(math.log2(max(scores, 1))) // 2))
 
@@ -59,19 +59,19 @@ class _Mask:
         self.size, self.group, self.is_causal = size, group_size(q, k), is_causal
         self._n_q, self._n_k, self._device = q.shape[-2], k.shape[-2], q.device
         self._first = None if band is None or q.numel() == 0 else _first_keys(band, k)
-        if self._first is not None:  # it grows with the queries
-            last_rows = [min(i + size, self._n_q) - 1 for i in range(0, self._n_q, size)]
-            self._least = self._first[:, ::size].amin(0).tolist()
-            self._most = self._first[:, last_rows].amax(0).tolist()
+        if self._first is not None:  # it grows with the query: a tile's extremes are those of its first and last query
+            last_queries = [min(i + size, self._n_q) - 1 for i in range(0, self._n_q, size)]
+            self._lowest = self._first[:, ::size].amin(0).tolist()
+            self._highest = self._first[:, last_queries].amax(0).tolist()
 
     def hides_all(self, i: int, j: int) -> bool:
         """Whether no query of a tile sees any of its keys."""
-        is_before = self._first is not None and j + self.size <= self._least[i // self.size]
+        is_before = self._first is not None and j + self.size <= self._lowest[i // self.size]
         return is_before or (self.is_causal and j > i)
 
     def hidden(self, i: int, j: int) -> Bool[Tensor, "B_or_1 rows keys"] | None:
         """Where the scores of a tile are hidden; None if nowhere. Row r is query i + r // group."""
-        is_limited = self._first is not None and j < self._most[i // self.size]
+        is_limited = self._first is not None and j < self._highest[i // self.size]
         if not is_limited and not (self.is_causal and i == j):
             return None
         queries = torch.arange(i, min(i + self.size, self._n_q), device=self._device)[:, None]
@@ -202,7 +202,7 @@ def _gradients(
     delta: Float[Tensor, "B rows"],
     hidden: Bool[Tensor, "B_or_1 rows keys"] | None,
 ) -> tuple[Float[Tensor, "B rows D"], Float[Tensor, "B keys D"], Float[Tensor, "B keys D"]]:
-    """Equations 13 to 19 for one tile.
+    """The parts of dQ, dK and dV that come from one tile, by equations 13 to 19.
 
     q is already divided by sqrt(D), which saves a pass over S. dK then includes this factor; dQ still needs it.
     """

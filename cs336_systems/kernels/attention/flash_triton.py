@@ -27,11 +27,11 @@ from torch import Tensor
 from cs336_basics.attention import Documents
 
 from ...machine.hardware import allows_tf32
-from ..launch import INTERPRET, Launch, can_use_tma, check_device, has_tma
+from ..launch import INTERPRET, Launch, check_device, has_tma
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
 from . import flash_gluon_kernels as gluon_forward
-from .contract import Band, as_4d, band_of, check_qkv, group_size
+from .contract import Band, as_4d, band_of, can_use_tma, check_qkv, group_size
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
 from .flash_triton_tiles import (
@@ -71,15 +71,15 @@ def flash_triton(
     """FlashAttention-2 in Triton: softmax(q k^T / sqrt(D)) v without the N_q x N_k scores in memory.
 
     Runs on a CUDA device of compute capability 8.0 or later, or on a CPU in Triton's interpreter. Accepts float32,
-    bfloat16 and float16; D from 1 to 256; any lengths, strides and leading dimensions (more than two are flattened,
-    which copies where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`: at
-    "highest" each product has 24 bits of precision, as a sum of bfloat16 products. Beyond its outputs it needs two
-    float32 numbers per query and head in the backward pass. A dO that is expanded or whose columns are not adjacent is
-    copied.
+    bfloat16 and float16; D from 1 to 256; fewer heads in k and v; any lengths, strides and leading dimensions (more
+    than two are flattened, which copies where strides do not allow a view). float32 products follow
+    `torch.get_float32_matmul_precision()`: at "highest" each product has 24 bits of precision, as a sum of bfloat16
+    products. Beyond its outputs it needs two float32 numbers per query and head in the backward pass. A dO that is
+    expanded or whose columns are not adjacent is copied.
 
     deterministic: the same inputs give the same bits of dQ every time; so does PyTorch's
-    `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where the usual backward pass
-    is faster, adds to dQ in any order, and needs a float32 copy of dQ. All else is always deterministic.
+    `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where programs otherwise add to
+    dQ in any order, which is faster. All else is always deterministic.
 
     Raises ValueError naming the argument that it does not accept.
     """
@@ -111,7 +111,7 @@ def flash_triton_compiled(
 # The two passes
 # ---------------------------------------------------------------------------------------------------------------------
 
-_LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
+_LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}  # by `_key`: choosing them takes the host long
 _NO_CONTEXT = contextlib.nullcontext()  # made once, because every call needs it
 
 
@@ -159,7 +159,7 @@ def flash_backward(
             tensors["VECTORS"] = new_vectors(tensors["q_"])
         if "STARTS" in launches[0].tensors:
             tensors["STARTS"], tensors["DQ"] = new_vectors(tensors["q_"]), new_sums(tensors["q_"])
-            tensors["COUNTER"] = torch.empty(1, dtype=torch.int32, device=q.device)
+            tensors["COUNTER"] = torch.empty(1 + tensors["DQ"].numel() // 4096, dtype=torch.int32, device=q.device)
         with launches[1].compiling(tensors) if is_new and len(launches) > 1 else _NO_CONTEXT:
             launches[0](tensors)
         for launch in launches[1:]:
@@ -244,10 +244,10 @@ def _backward_launches(
         if tile_key("backward", q.shape[-1], q.dtype, tma, one_launch_small) in tile_table():
             tile = choose_tile("backward", q, tma, one_launch_small)
             return (triton_launch("backward", tensors, is_causal, tile, tma, band=band),)
-    if need_dq and need_dkv and not deterministic and _use_gluon(q, tma):
+    if need_dq and need_dkv and _use_gluon(q, tma):
         return (
             gluon_launch("prepare", tensors, is_causal),
-            gluon_launch("gradients", tensors, is_causal, band),
+            gluon_launch("gradients", tensors, is_causal, band, deterministic),
             gluon_launch("finish", tensors, is_causal),
         )
     first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq, band)
@@ -298,7 +298,7 @@ def triton_launch(
     q, k = tensors["q_"], tensors["k_"]
     query_tiles, key_tiles = triton.cdiv(q.shape[2], tile.BM), triton.cdiv(k.shape[2], tile.BN)
     q_heads, k_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
-    kernel, programs, together = {
+    kernel, programs, heads = {
         "forward": (forward_kernel, query_tiles * q_heads, _heads_together(q, k, 2)),
         "dq": (dq_kernel, _padded_length(q) // tile.BM * q_heads, _heads_together(q, k, 2)),
         "dkv": (dkv_kernel, key_tiles * k_heads, _heads_together(k, q, 2)),
@@ -306,7 +306,7 @@ def triton_launch(
     }[phase]
     constants = dict(
         {f"{name}strides": tensor.stride() for name, tensor in tensors.items()},
-        **_scalars(q, k, together, band),
+        **_scalars(q, k, heads, band),
         BM=tile.BM,
         BN=tile.BN,
         D=q.shape[3],
@@ -323,11 +323,14 @@ def triton_launch(
     return Launch(kernel, programs, constants, blocks, tile.num_warps, tile.num_stages)
 
 
-def gluon_launch(phase: str, tensors: Tensors, is_causal: bool, band: Band | None = None) -> Launch:
+def gluon_launch(
+    phase: str, tensors: Tensors, is_causal: bool, band: Band | None = None, is_ordered: bool = False
+) -> Launch:
     """The launch of a kernel of the Gluon modules, where `_use_gluon` says so, for tensors like these, all of them 4-D.
 
     phase is "forward" (counts in COUNTER, fills o_ and L), "prepare" (fills STARTS, DQ and COUNTER), "gradients" (reads
-    STARTS, counts in COUNTER, fills dk_ and dv_, adds to DQ) or "finish" (reads DQ, fills dq_).
+    STARTS, counts in COUNTER, fills dk_ and dv_, adds to DQ) or "finish" (reads DQ, fills dq_). is_ordered: "gradients"
+    adds in the same order every time.
     """
     q, k = tensors["q_"], tensors["k_"]
     d_pad = padded_head_size(q.shape[3])
@@ -350,8 +353,12 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool, band: Band | Non
         queries = gluon_backward.queries_of_a_tile(d_pad)
         blocks = _blocks(q, queries, rows) | {name: [1, 1, groups * rows, d_pad] for name in ("k_", "v_")}
         blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
+        more = dict(ORDERED=is_ordered)
     tiles = triton.cdiv(tiled.shape[2], groups * rows) * tiled.shape[0] * tiled.shape[1]
-    scalars = _scalars(q, k, max(4, _heads_together(tiled, looped_over, 8)), band)
+    heads = _heads_together(tiled, looped_over, 8)
+    if not is_ordered:  # programs that add in turn are far apart, so more heads do not fit into the cache
+        heads = max(4, heads)  # measured: fewer are slower with 4,096 tokens
+    scalars = _scalars(q, k, heads, band)
     return Launch(
         kernel,
         min(tiles, _num_multiprocessors(q)),
@@ -372,10 +379,10 @@ def _blocks(q: Tensor, BM: int, BN: int, vectors: list[int] | None = None) -> di
     return blocks if vectors is None else {**blocks, "VECTORS": vectors}
 
 
-def _scalars(q: Tensor, k: Tensor, group: int, band: Band | None) -> dict[str, float]:
+def _scalars(q: Tensor, k: Tensor, heads: int, band: Band | None) -> dict[str, float]:
     n_q, n_k = q.shape[2], k.shape[2]
     window = n_k if band is None else min(band.window or n_k, n_k)
-    return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=n_q, N_k=n_k, WINDOW=window, GROUP=group)
+    return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=n_q, N_k=n_k, WINDOW=window, HEADS=heads)
 
 
 def _kind(band: Band | None) -> str:

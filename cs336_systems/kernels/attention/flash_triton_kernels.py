@@ -12,7 +12,7 @@ Legend
                    inner loop over queries. N_PAD is a multiple of every tile length, so this loop loads
                    VECTORS without a mask: beyond N_q L is infinite, so the probability is 0
     sc             scale * log2(e), scale = 1 / sqrt(D): exp(s * scale) = exp2(s * sc); the hardware has exp2
-    GROUP          heads that are worked on at the same time
+    HEADS          heads that are worked on at the same time
     PRECISION      how float32 is multiplied. "tf32": with 11 bits. "bf16x6": with 24 bits, as the sum of the six
                    largest products of the three bfloat16 parts of each operand. Six products on tensor cores take less
                    time than one by multiply-adds. "ieee": by multiply-adds, for the interpreter
@@ -20,17 +20,17 @@ Legend
                    passed as descriptors. "pointers": with 32-bit offsets from the tile's first element. "far pointers":
                    with 64-bit offsets
     TOGETHER       wait for the keys and the values of a tile at once, before the first product. Otherwise the wait for
-                   the values comes when they are needed, and the compiler puts a barrier there. With eight warps that
-                   barrier keeps both groups of four in step, so the exponentials of one cannot hide behind the
-                   products of the other
+                   the values comes at their product, with a barrier of the compiler. With eight warps it keeps both
+                   groups of four in step, so the exponentials of one cannot hide behind the products of the other
     EDGE           the tile may reach beyond the last row: the rows beyond it are loaded as zeros
-    MASKED         some scores of the tile are hidden, by the causal mask or beyond the last key
+    MASKED         some scores of the tile are hidden: by the causal mask, by the band or beyond the last key
     NEED_DQ        compute dq. Otherwise only VECTORS is filled
     BAND           what limits how far back a query sees: "none", "window" or "documents", which may have a window too
-    band           (DOCUMENT_STARTS, DOCUMENT_ENDS, WINDOW): (B, N) first position of each position's document and the
-                   one after its last, and the number of keys that a query sees at most
-    limit          for a tile of queries the first key that each sees, for a tile of keys the first query after those
-                   that see it
+    band           (DOCUMENT_STARTS, DOCUMENT_ENDS, WINDOW): (B, N) first position of each position's document, the one
+                   after its last, and the number of keys that a query sees at most
+    limit          for a tile of queries, the first key that each query sees; for a tile of keys, the first query after
+                   those that see each key. Not used where BAND is "none"
+    acc, total, m  the output before the division by total; the paper's l and m (m in base 2, so m * ln(2) is its m)
     ALONE          no `dq_kernel` ran before: compute L in base 2 and delta here
 """
 
@@ -47,7 +47,7 @@ _PAD = tl.constexpr(PAD)
 _LN_2 = tl.constexpr(math.log(2))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _INTERPRET = tl.constexpr(INTERPRET)
-_LENGTHS = ["H", "N_q", "N_k", "WINDOW", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
+_LENGTHS = ["H", "N_q", "N_k", "WINDOW", "HEADS"]  # no kernel is recompiled for a length of 1 or a multiple of 16
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _visible(rows, columns, limit, N_k, CAUSAL: tl.constexpr, BAND: tl.constexpr
 
 
 @triton.jit
-def _program(num_blocks, GROUP):
+def _program(num_blocks, HEADS):
     """This program's block and bh. The grid has one axis, because the others are limited to 65,535 programs.
 
     Heads come in groups whose tensors fit the L2 cache together. In a group the first block of all heads comes before
@@ -150,8 +150,8 @@ def _program(num_blocks, GROUP):
     """
     program = tl.program_id(0)
     num_heads = tl.num_programs(0) // num_blocks
-    first = program // (num_blocks * GROUP) * GROUP
-    size = tl.minimum(GROUP, num_heads - first)
+    first = program // (num_blocks * HEADS) * HEADS
+    size = tl.minimum(HEADS, num_heads - first)
     within = program - first * num_blocks
     return within // size, first + within % size
 
@@ -170,7 +170,7 @@ def _query_head(key_head, g, G: tl.constexpr):
 
 @triton.jit
 def _key_ranges(m0, b, band, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr):
-    """Of the keys, the queries from m0 see none before `begin` or from `end` on, and all from `inner` to `full`."""
+    """The queries from m0 see no key before `begin` or from `end` on, and all see those from `inner` to `full`."""
     if CAUSAL:
         full, end = tl.minimum(m0, N_k) // BN * BN, tl.minimum(m0 + BM, N_k)
     else:
@@ -184,7 +184,7 @@ def _key_ranges(m0, b, band, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl
 
 @triton.jit
 def _query_ranges(n0, b, band, N_q, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr):
-    """Of the queries, none before `begin` or from `end` on sees a key from n0, and those from `full` to `inner` all."""
+    """No query before `begin` or from `end` on sees any of the keys from n0; those from `full` to `inner` see all."""
     begin, full, inner, end = 0, 0, N_q, N_q
     if CAUSAL:
         padded = tl.cdiv(N_q, BM) * BM
@@ -203,7 +203,7 @@ def _forward_keys(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CAUSAL: tl.constexpr, BAND: tl.constexpr,
     MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 1, lines 6 to 11, over the keys lo to hi. m, the running maximum, is in units of base 2."""
+    """Algorithm 1, lines 6 to 11, over the keys lo to hi."""
     for n0 in tl.range(lo, hi, BN):
         k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         if TOGETHER:
@@ -227,14 +227,14 @@ def _forward_keys(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def forward_kernel(
-    q_, k_, v_, o_, L, DOCUMENT_STARTS, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, WINDOW, GROUP,
+    q_, k_, v_, o_, L, DOCUMENT_STARTS, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, WINDOW, HEADS,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: o and L."""
     sc = scale * _LOG2_E
     num_blocks = tl.cdiv(N_q, BM)
-    block, bh = _program(num_blocks, GROUP)
+    block, bh = _program(num_blocks, HEADS)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM  # causal: the last tile is the longest, and starts first
     q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
@@ -334,7 +334,7 @@ def _dq_tile(
 @triton.jit(do_not_specialize=_LENGTHS)
 def dq_kernel(
     q_, k_, v_, o_, do_, dq_, L, VECTORS, DOCUMENT_STARTS,
-    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, scale, H, N_q, N_k, WINDOW, GROUP,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, scale, H, N_q, N_k, WINDOW, HEADS,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     NEED_DQ: tl.constexpr,
@@ -342,7 +342,7 @@ def dq_kernel(
     """One tile of queries: VECTORS for `dkv_kernel`, and dq."""
     N_PAD = tl.cdiv(N_q, _PAD) * _PAD
     num_blocks = N_PAD // BM
-    block, bh = _program(num_blocks, GROUP)
+    block, bh = _program(num_blocks, HEADS)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM
     do, lse2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
@@ -419,7 +419,7 @@ def _dkv_tile(
     begin, full, inner, end = _query_ranges(n0, b, band, N_q, BM, BN, CAUSAL, BAND)
     if BAND != "none":
         limit = _after_query(n0 + tl.arange(0, BN), b, band, N_q, BAND)
-    for g in tl.range(0, G, disable_licm=True):  # addresses made before the loop would not fit the registers
+    for g in tl.range(0, G, disable_licm=True):  # addresses computed before the loop would not fit the registers
         query_h, query_bh = _query_head(h, g, G), _query_head(bh, g, G)
         if CAUSAL:
             dk, dv = _dkv_queries(
@@ -442,13 +442,13 @@ def _dkv_tile(
 @triton.jit(do_not_specialize=_LENGTHS)
 def dkv_kernel(
     q_, k_, v_, do_, dk_, dv_, VECTORS, DOCUMENT_ENDS,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, H, N_q, N_k, WINDOW, GROUP,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, scale, H, N_q, N_k, WINDOW, HEADS,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv, with the VECTORS that `dq_kernel` has left."""
     num_blocks = tl.cdiv(N_k, BN)
-    block, bh = _program(num_blocks, GROUP)
+    block, bh = _program(num_blocks, HEADS)
     key_heads = H // G
     _dkv_tile(
         q_, k_, v_, do_, do_, dk_, dv_, VECTORS, VECTORS,  # o and L are not used
@@ -463,7 +463,7 @@ def dkv_kernel(
 def backward_kernel(
     q_, k_, v_, o_, do_, dq_, dk_, dv_, L, DOCUMENT_STARTS, DOCUMENT_ENDS,
     q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides,
-    scale, H, N_q, N_k, WINDOW, GROUP,
+    scale, H, N_q, N_k, WINDOW, HEADS,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

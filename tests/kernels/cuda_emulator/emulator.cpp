@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-Index threadIdx, blockIdx;
+Index threadIdx, blockIdx, gridDim;
 
 namespace emulator {
 
@@ -253,6 +253,7 @@ void together(Together what, const uint32_t* in, uint32_t* out) {
 
 void run(int64_t blocks, int count, int shared_bytes, const std::function<void()>& thread) {
     error.clear();
+    gridDim.x = static_cast<unsigned>(blocks);
     if (count > static_cast<int>(threads.size())) threads.resize(count);
     const std::unique_ptr<unsigned char[]> memory(new unsigned char[shared_bytes]);
     shared = memory.get(), shared_size = shared_bytes, body = &thread;

@@ -13,6 +13,7 @@
 #define __global__
 #define __host__
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 using std::isnan;
 using std::max;
@@ -21,7 +22,7 @@ using std::min;
 struct Index {
     unsigned x;
 };
-extern Index threadIdx, blockIdx;
+extern Index threadIdx, blockIdx, gridDim;
 
 template <typename To, typename From>
 inline To same_bits(From from) {
@@ -35,6 +36,10 @@ inline uint32_t __float_as_uint(float x) { return same_bits<uint32_t>(x); }
 
 struct float2 {
     float x, y;
+};
+
+struct float4 {
+    float x, y, z, w;
 };
 
 struct __half {
@@ -59,9 +64,10 @@ void writes(uint32_t address, int bytes);
 void copies(uint32_t to, const void* from, int bytes, bool inside);  // until the thread waits
 void wait_for_copies();
 void wait_for_block();
+void wait_for_warp();
 
 // An operation of the 32 lanes of a warp together: each gives `in` and gets `out` when all have arrived.
-enum class Together { load, load_transposed, multiply_half, multiply_bfloat16, multiply_tf32, exchange };
+enum class Together { load, load_transposed, store, multiply_half, multiply_bfloat16, multiply_tf32, exchange };
 void together(Together what, const uint32_t* in, uint32_t* out);
 
 // An element in shared memory, which sees who reads and writes it.
@@ -90,10 +96,24 @@ struct Pointer {
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::wait_for_block(); }
+inline void __syncwarp() { emulator::wait_for_warp(); }
 
 inline float __shfl_xor_sync(unsigned, float x, uint32_t mask) {
     const uint32_t in[2] = {__float_as_uint(x), mask};
     uint32_t out;
     emulator::together(emulator::Together::exchange, in, &out);
     return __uint_as_float(out);
+}
+
+inline uint32_t __shfl_sync(unsigned, uint32_t x, uint32_t lane) {
+    const uint32_t in[2] = {x, threadIdx.x % 32 ^ lane};
+    uint32_t out;
+    emulator::together(emulator::Together::exchange, in, &out);
+    return out;
+}
+
+inline int atomicAdd(int* to, int x) {  // one thread runs at a time
+    const int before = *to;
+    *to += x;
+    return before;
 }

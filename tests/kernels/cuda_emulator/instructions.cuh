@@ -24,6 +24,11 @@ inline void load_matrices_transposed(uint32_t (&out)[4], uint32_t row) {
     emulator::together(emulator::Together::load_transposed, &row, out);
 }
 
+inline void store_matrices(uint32_t row, const uint32_t (&in)[4]) {
+    const uint32_t all[5] = {row, in[0], in[1], in[2], in[3]};
+    emulator::together(emulator::Together::store, all, nullptr);
+}
+
 inline void multiply(emulator::Together what, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     uint32_t in[10];
     memcpy(in, a, sizeof(a)), memcpy(in + 4, b, sizeof(b)), memcpy(in + 6, c, sizeof(c));
@@ -46,6 +51,9 @@ inline uint32_t to_tf32(float x) {
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }
+
+inline float to_float(__half x) { return x; }
+inline float to_float(__nv_bfloat16 x) { return x; }
 
 template <typename T>
 inline T from_float(float x) {

@@ -1,5 +1,5 @@
 // The instructions of the GPU that C++ has no words for, one function each (PTX ISA, "Warp-level matrix instructions"
-// and "Asynchronous copies"). Everything here needs sm_80. tests/kernels/cuda_emulator has the same for a CPU.
+// and "Asynchronous copies"). They need sm_80, `store_matrices` sm_90. tests/kernels/cuda_emulator has the same for a CPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,9 +8,10 @@
 #include <cstdint>
 #include <type_traits>
 
-// Addresses in shared memory are 32-bit numbers here, half the registers of a pointer. This is the block's first.
+// Addresses in shared memory are 32-bit numbers here, half the registers of a pointer. This is the block's first; where
+// TMA swizzles tiles (hopper/swizzle.cuh) they start at multiples of 1,024.
 __device__ inline uint32_t shared_memory() {
-    extern __shared__ __align__(128) unsigned char bytes[];
+    extern __shared__ __align__(1024) unsigned char bytes[];
     return static_cast<uint32_t>(__cvta_generic_to_shared(bytes));
 }
 
@@ -57,6 +58,13 @@ __device__ inline void load_matrices_transposed(uint32_t (&out)[4], uint32_t row
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                  : "r"(row)
+                 : "memory");
+}
+
+// The reverse of load_matrices.
+__device__ inline void store_matrices(uint32_t row, const uint32_t (&in)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(in[0]), "r"(in[1]),
+                 "r"(in[2]), "r"(in[3])
                  : "memory");
 }
 
@@ -112,6 +120,9 @@ __device__ inline uint32_t pack(float low, float high) {
         u.pair = __floats2bfloat162_rn(low, high);
     return u.bits;
 }
+
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <typename T>
 __device__ inline T from_float(float x) {

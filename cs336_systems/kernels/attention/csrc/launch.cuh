@@ -20,3 +20,9 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
     const cudaError_t error = cudaGetLastError();
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
+
+// Fill memory of the GPU with zeros, in the stream's order.
+inline const char* clear(void* data, size_t bytes, void* stream) {
+    const cudaError_t error = cudaMemsetAsync(data, 0, bytes, static_cast<cudaStream_t>(stream));
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}

@@ -1,4 +1,4 @@
-// Products and sums of a warp, made of the instructions. A float32 product takes several.
+// Products of a warp, made of the instructions. A float32 product takes several.
 #pragma once
 
 #include "instructions.cuh"
@@ -37,17 +37,6 @@ __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint3
         const auto rounded = [](uint32_t bits) { return to_tf32(__uint_as_float(bits)); };
         multiply_add_tf32(c, {rounded(a[0]), rounded(a[1]), rounded(a[2]), rounded(a[3])}, {rounded(b0), rounded(b1)});
     }
-}
-
-// The largest, and the sum, of a value over the four lanes that hold one row of C.
-__device__ inline float max_of_row(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
-__device__ inline float sum_of_row(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
 // Write two neighbours, the first of which is at an even element of an aligned row.

@@ -9,7 +9,9 @@
 // a multiple of 16; the build defines them.
 #pragma once
 
+#include "problem.cuh"
 #include "products.cuh"
+#include "rows.cuh"
 
 #include <cmath>
 
@@ -17,20 +19,6 @@ constexpr int CHUNK = 16 / sizeof(ELEMENT);  // elements in 16 bytes
 constexpr int ROW_SIZE = HEAD_SIZE * sizeof(ELEMENT);
 constexpr int TILE = ROW_SIZE <= 256 ? 128 : ROW_SIZE <= 512 ? 64 : 32;  // rows that a block keeps
 __host__ __device__ constexpr int64_t tiles_of(int64_t n) { return (n + TILE - 1) / TILE; }
-
-constexpr float LOG2_E = 1.44269504088896340736f;
-constexpr float LN_2 = 0.69314718055994530942f;
-
-// A tensor (B, H, N, D) and the problem's sizes, as Python hands them over: flash_cuda.py has the same two structures.
-struct View {
-    void* data;
-    int64_t batch_stride, head_stride, row_stride, column_stride;  // in elements
-    int64_t vectorised;  // whether rows are whole, aligned chunks of 16 bytes; set by `checked`
-};
-
-struct Sizes {
-    int64_t batch, heads, n_q, n_k, head_size, is_causal;
-};
 
 inline View checked(View x, const Sizes& sizes) {
     // The stride of a dimension of one element is never used, and may be anything.

@@ -1,0 +1,15 @@
+// Tensors and sizes as Python hands them over: flash_cuda.py has the same structures.
+#pragma once
+
+#include <cstdint>
+
+// A tensor (B, H, N, D).
+struct View {
+    void* data;
+    int64_t batch_stride, head_stride, row_stride, column_stride;  // in elements
+    int64_t vectorised;  // whether rows are whole, aligned chunks of 16 bytes; set by `checked` of tiles.cuh
+};
+
+struct Sizes {
+    int64_t batch, heads, n_q, n_k, head_size, is_causal;
+};
