@@ -69,7 +69,7 @@ class Workload:
     """Sequences per batch."""
     mode: Literal["forward", "forward_backward", "train_step"] = "forward_backward"
     """forward: only the loss, without gradients. train_step: with the optimizer step."""
-    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type; weights are float32."""
     compile: bool = False
     """Use torch.compile, block by block."""

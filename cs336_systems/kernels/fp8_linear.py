@@ -6,10 +6,13 @@ y = x W^T and dx = dy W are FP8 products, which tensor cores compute at twice th
 
 Each tensor has one scale, which takes its largest number to the largest of the format. It comes from the tensor itself
 right before the product, so nothing is kept from step to step: checkpoints, recorded steps and other strategies need
-nothing of their own. torch.compile fuses scaling and rounding with the operations around them.
+nothing of their own. torch.compile fuses scaling and rounding with the operations around them. Weights change only
+between steps: inside `weights_rounded_once` all micro-batches and recomputations share one rounding.
 """
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +40,17 @@ def use_fp8(model: nn.Module) -> None:
                     f"be multiples of {MULTIPLE}"
                 )
             module.__class__ = Fp8Linear
+            for buffer in ("rounded", "inverse"):
+                module.register_buffer(buffer, None, persistent=False)
 
 
 class Fp8Linear(Linear):
     """y = W x with FP8 products. Returns 16 bits: the dtype of W, or that of autocast for a float32 W."""
+
+    rounded: Tensor | None
+    """W in FP8, inside `weights_rounded_once`."""
+    inverse: Tensor | None
+    """The factor that undoes its scaling."""
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         dtype = self.weight.dtype
@@ -48,7 +58,26 @@ class Fp8Linear(Linear):
             dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), self.weight.to(dtype)
         with without_autocast(x.device.type):
-            return _Fp8Product.apply(x, weight)
+            return _Fp8Product.apply(x, weight, self.rounded, self.inverse)
+
+
+@contextlib.contextmanager
+def weights_rounded_once(
+    layers: Sequence[Fp8Linear], dtype: torch.dtype, quantize: Callable[..., Any]
+) -> Iterator[None]:
+    """Round the weights of the layers to FP8, and share that among all products inside.
+
+    It takes a byte for each weight. The weights must be whole, and must not change inside. A recorded step holds the
+    rounding too. dtype: the 16-bit dtype of x and W in the products. quantize: `quantized`, or its compiled form.
+    """
+    with torch.no_grad():
+        for layer in layers:
+            layer.rounded, layer.inverse = quantize(layer.weight.to(dtype), FORWARD)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.rounded = layer.inverse = None
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -61,26 +90,29 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x.to(torch.float32) / inverse).clamp(-largest, largest).to(dtype), inverse
 
 
-def product(a: Tensor, b: Tensor, a_dtype: torch.dtype, b_dtype: torch.dtype) -> Tensor:
-    """a b^T for a (M, K) and b (N, K), rounded to FP8 first; sums in float32; in the dtype of a."""
-    (a8, a_inverse), (b8, b_inverse) = quantized(a, a_dtype), quantized(b.contiguous(), b_dtype)
-    return torch._scaled_mm(a8, b8.t(), a_inverse, b_inverse, out_dtype=a.dtype, use_fast_accum=a_dtype == FORWARD)
+def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """a b^T for `quantized` a (M, K) and b (N, K), in a 16-bit dtype. Sums are float32, for E4M3 rougher ones."""
+    (a8, a_inverse), (b8, b_inverse) = a, b
+    columns = b8.contiguous().t()
+    return torch._scaled_mm(a8, columns, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=a8.dtype == FORWARD)
 
 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: Tensor | None, inverse: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, rounded, inverse)
+        w8 = quantized(weight, FORWARD) if rounded is None or inverse is None else (rounded, inverse)
         rows = x.reshape(-1, x.shape[-1])
-        return product(rows, weight, FORWARD, FORWARD).view(*x.shape[:-1], len(weight))
+        return product(quantized(rows, FORWARD), w8, x.dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (dy,), (x, weight) = gradients, ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weight, rounded, inverse) = gradients, ctx.saved_tensors
         dx = dW = None
         dy_rows = dy.reshape(-1, dy.shape[-1])
         if ctx.needs_input_grad[0]:
-            dx = product(dy_rows, weight.t(), BACKWARD, FORWARD).view(x.shape)
+            w8, inverse = quantized(weight, FORWARD) if rounded is None else (rounded, inverse)
+            dx = product(quantized(dy_rows, BACKWARD), (w8.t(), inverse), dy.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             dW = dy_rows.t() @ x.reshape(-1, x.shape[-1])
-        return dx, dW
+        return dx, dW, None, None

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from cs336_basics.model import Linear
 from cs336_systems.kernels.fp8_linear import BACKWARD, FORWARD, Fp8Linear, quantized, use_fp8
 
-from ..distributed import run_ranks
 from ..training.helpers import make_config, tiny_trainer
 
 D_IN, D_OUT, TOKENS = 64, 48, (2, 20)
@@ -140,25 +139,3 @@ def test_losses_are_near_those_of_bf16(settings: dict[str, Any]) -> None:
     losses = losses_of(train=dict(precision="fp8", **settings))
     assert losses == pytest.approx(wide, abs=0.02)
     assert losses != pytest.approx(wide, abs=1e-5)
-
-
-def losses_on_ranks(strategies: list[str]) -> dict[str, list[float]]:
-    train = dict(precision="fp8")
-    return {strategy: losses_of(parallel=dict(strategy=strategy), train=train) for strategy in strategies}
-
-
-def test_two_ranks_learn_alike_whatever_their_strategy() -> None:
-    alone = losses_of(train=dict(precision="fp8"))
-    for found in run_ranks(losses_on_ranks, 2, ["overlap", "fsdp"]):
-        for losses in found.values():
-            assert losses == pytest.approx(alone, abs=0.02)  # half a batch has scales of its own
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_recorded_step_on_a_gpu_has_the_same_losses(compile: bool) -> None:
-    losses = [
-        losses_of(device="cuda", train=dict(precision="fp8", compile=compile, cuda_graph=recorded, device="cuda"))
-        for recorded in (False, True)
-    ]
-    assert losses[0] == losses[1]
