@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,6 @@ def test_weights_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch, how: d
         dict(activation_checkpointing="groups_1"),
         dict(activation_checkpointing="block_but_attention"),
         dict(activation_offload="first_1"),
-        dict(deterministic=True),
     ],
 )
 def test_what_keeps_or_recomputes_activations_changes_no_bit(how: dict[str, Any]) -> None:
@@ -127,7 +127,8 @@ def test_a_run_changes_to_fp8_and_back_and_is_exported(tmp_path: Path, caplog: p
     text = tmp_path / "text.txt"
     text.write_text("".join(stories(seed=0, min_chars=20_000)))
     data = dict(source="text", train_text=str(text))
-    rows, how = [], dict(data=data, optimizer=dict(cosine_steps=9, lr=1e-2, warmup_steps=3))
+    how: dict[str, Any] = dict(data=data, optimizer=dict(cosine_steps=9, lr=1e-2, warmup_steps=3))
+    rows: list[Any] = []
     slow = "train.precision is 'fp8', and bf16 is faster: a CPU rounds to FP8, but does not multiply faster"
     for precision, end in (("fp8", 3), ("bf16", 6), ("fp8", 9)):
         caplog.clear()
@@ -147,14 +148,24 @@ def test_a_run_changes_to_fp8_and_back_and_is_exported(tmp_path: Path, caplog: p
 
 # On a GPU
 
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 WIDE = dict(d_model=256, d_ff=1024, num_heads=4, num_layers=2)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_recorded_step_has_the_bits_of_one_that_is_not(compile: bool, accumulation: int) -> None:
-    how = dict(compile=compile, gradient_accumulation_steps=accumulation, deterministic=True)
+    how = dict(compile=compile, gradient_accumulation_steps=accumulation)
     recorded, plain = (losses_of("cuda", model=WIDE, train=how | dict(cuda_graph=graph)) for graph in (True, False))
     assert recorded == plain
     each_time = losses_of("cuda", True, model=WIDE, train=how)
@@ -182,6 +193,7 @@ def test_the_loss_falls_as_in_bf16_on_a_gpu(attention: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     "how",
     [
@@ -191,7 +203,7 @@ def test_the_loss_falls_as_in_bf16_on_a_gpu(attention: str) -> None:
     ],
 )
 def test_recorded_steps_that_recompute_or_offload_on_a_gpu(how: dict[str, Any]) -> None:
-    model, common = WIDE | dict(attention="flash_triton"), dict(deterministic=True, cuda_graph=True)
+    model, common = WIDE | dict(attention="flash_triton"), dict(cuda_graph=True)
     assert losses_of("cuda", model=model, train=how | common) == losses_of("cuda", model=model, train=common)
 
 
