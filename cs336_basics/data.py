@@ -5,17 +5,17 @@ A token file is a plain .npy array of uint16 (uint32 where the vocabulary needs 
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .files import replaced, sha256_of_file, write_json
+from .files import continued, sha256_of_file, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,36 +54,40 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def write_tokens(
     path: str | os.PathLike[str],
-    chunks: Iterable[npt.ArrayLike],
+    chunks: Callable[[int], Iterable[npt.ArrayLike]],
     vocab_size: int,
     *,
     tokenizer_sha256: str = "",
     source: str,
+    inputs: dict[str, Any],
 ) -> TokenFileInfo:
     """Write a stream of lists of token IDs as a token file with its sidecar, without holding it in memory.
 
-    Both files appear complete or not at all; the sidecar is written last. Raises ValueError for an ID that is not from
-    0 to vocab_size - 1, and OSError naming the file.
+    chunks: gives the lists from a number on. If it breaks off, the next call with equal inputs goes on there. Both
+    files appear complete or not at all; the sidecar is written last. Raises ValueError for an ID that is not from 0 to
+    vocab_size - 1, and OSError naming the file.
     """
-    dtype = token_dtype(vocab_size)
-    count, sidecar = 0, sidecar_path(path)
-    with replaced(path) as beside:
-        with beside.open("wb") as file:
+    dtype, sidecar = token_dtype(vocab_size), sidecar_path(path)
+    with continued(path, inputs) as tokens:
+        done, count = tokens.state or (0, 0)
+        if not done:
             # NumPy leaves room in the header for the count to grow, so the header can be rewritten at the end.
-            _write_header(file, 0, dtype)
-            for chunk in chunks:
-                ids = np.asarray(chunk)
-                wrong = ids[(ids < 0) | (ids >= vocab_size)]
-                if wrong.size:
-                    raise ValueError(f"token ID {wrong[0]} for {path}: it must be from 0 to {vocab_size - 1}")
-                file.write(ids.astype(dtype).tobytes())
-                count += len(ids)
-            file.seek(0)
-            _write_header(file, count, dtype)
+            _write_header(tokens.file, 0, dtype)
+        for number, chunk in enumerate(chunks(done), done + 1):
+            ids = np.asarray(chunk)
+            wrong = ids[(ids < 0) | (ids >= vocab_size)]
+            if wrong.size:
+                raise ValueError(f"token ID {wrong[0]} for {path}: it must be from 0 to {vocab_size - 1}")
+            tokens.file.write(ids.astype(dtype).tobytes())
+            count += len(ids)
+            tokens.mark((number, count))
+        tokens.file.seek(0)
+        _write_header(tokens.file, count, dtype)
+        tokens.file.flush()
         info = TokenFileInfo(
             count=count,
             vocab_size=vocab_size,
-            sha256=sha256_of_file(beside),
+            sha256=sha256_of_file(tokens.file.name),
             tokenizer_sha256=tokenizer_sha256,
             source=source,
         )

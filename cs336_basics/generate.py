@@ -63,12 +63,12 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_token: int | None = None,
+    stop_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> list[list[int]]:
     """Continue each prompt; returns the new tokens of each, without the prompt and without the stop token.
 
-    A row ends at its stop token or after max_new_tokens; with max_new_tokens=None, where the model's context is full.
+    A row ends at a stop token or after max_new_tokens; with max_new_tokens=None, where the model's context is full.
     temperature 0 takes the most likely token. The same seed gives the same tokens on the same device. Raises ValueError
     for an empty or too long prompt and for impossible limits.
     """
@@ -77,6 +77,7 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     ends = torch.full_like(lengths, model.context_length) if max_new_tokens is None else lengths + max_new_tokens
+    stops = torch.tensor(stop_tokens, dtype=torch.long, device=device)
     rows = torch.zeros(len(prompts), int(ends.max()), dtype=torch.long, device=device)
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt, device=device)
@@ -89,9 +90,8 @@ def generate(
         sampled = _sample(logits, temperature, top_k, top_p, generator)
         in_prompt = position < lengths
         rows[:, position] = torch.where(in_prompt, rows[:, position], sampled)
-        if stop_token is not None:
-            stopped = ~in_prompt & (position < ends) & (sampled == stop_token)
-            ends = torch.where(stopped, position, ends)
+        stopped = ~in_prompt & (position < ends) & torch.isin(sampled, stops)
+        ends = torch.where(stopped, position, ends)
         position += 1
     return [row[start:end].tolist() for row, start, end in zip(rows, lengths.tolist(), ends.tolist(), strict=True)]
 

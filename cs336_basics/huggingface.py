@@ -20,7 +20,7 @@ from torch import Tensor
 from .files import replaced, write_json
 from .model import TransformerLM
 from .shape import ModelShape
-from .tokenizer import Tokenizer
+from .tokenizer import COMPANIONS, Tokenizer
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -31,6 +31,7 @@ _SIZES = {
     "num_heads": "num_attention_heads",
 }
 """Our name -> the name in config.json."""
+OF_HUB = "from the Hub: hf download NAME --local-dir FOLDER"
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _OPTIONS = {
     "num_kv_heads": "num_key_value_heads",
@@ -46,7 +47,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
 """The architectures that can be imported, with the values that transformers gives to fields that are missing."""
-_OF_SOME = {"rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+_OF_SOME = {"pad_token_id", "rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
 """Fields that only some exports have."""
 _TOP_NAMES = {
     "token_embeddings.weight": "model.embed_tokens.weight",
@@ -113,13 +114,16 @@ def export_hf(
         except safetensors.SafetensorError as error:  # a full disk, for example
             raise OSError(f"{folder / 'model.safetensors'} could not be written: {error}") from error
 
-    end = None if tokenizer is None else tokenizer.end_of_text_id
-    write_json(folder / "config.json", _config_of(shape, end, weights["model.embed_tokens.weight"].dtype))
+    ids = {} if tokenizer is None else tokenizer.special_ids
+    write_json(folder / "config.json", _config_of(shape, ids, weights["model.embed_tokens.weight"].dtype))
     # safetensors lets only its owner read a file
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o777)
 
+    for name in COMPANIONS:  # of an earlier export
+        (folder / name).unlink(missing_ok=True)
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")
+    if tokenizer is not None and "tokenizer_config.json" not in tokenizer.companions:
         write_json(
             folder / "tokenizer_config.json",
             {
@@ -142,14 +146,14 @@ def check_export_folder(folder: str | os.PathLike[str]) -> None:
     except (OSError, ValueError, RecursionError):
         found = None
     sizes: dict[str, Any] = dict.fromkeys(_SIZES, 1)
-    fields = _config_of(ModelShape(**sizes), None, torch.float32).keys()
+    fields = _config_of(ModelShape(**sizes), {}, torch.float32).keys()
     if Path(folder, "model.safetensors").exists() and not (
         isinstance(found, dict) and found.keys() - _OF_SOME == fields
     ):
         raise ValueError(f"{folder} holds a model that is no earlier export of ours: give another folder")
 
 
-def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype) -> dict[str, Any]:
+def _config_of(shape: ModelShape, special_ids: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The fields of config.json: of a Qwen 3 if queries and keys have norms, of a Mistral with a window, or a Llama."""
     name = "Qwen3" if shape.qk_norm else "Llama" if shape.window is None else "Mistral"
     window: dict[str, Any] = {} if shape.window is None else {"sliding_window": shape.window}
@@ -177,8 +181,7 @@ def _config_of(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": shape.tie_embeddings,
-        "bos_token_id": end_of_text_id,
-        "eos_token_id": end_of_text_id,
+        **{"bos_token_id": None, "eos_token_id": None, **special_ids},
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -237,7 +240,11 @@ def _weight_files(folder: Path) -> list[Path]:
         if not whole.is_file():
             raise FileNotFoundError(f"{folder} has no {whole.name} and no {index.name}")
         return [whole]
-    return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        accepted = "it must be a JSON object whose weight_map names the file of each weight"
+        raise ValueError(f"{index} cannot be read: {accepted}") from error
 
 
 def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
@@ -247,7 +254,7 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
     """
     path = Path(folder, "config.json")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: a folder with config.json and model.safetensors is needed")
+        raise FileNotFoundError(f"{path} does not exist: a folder with it and model.safetensors is needed ({OF_HUB})")
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -331,4 +338,5 @@ def _fixed_settings(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, t
         "partial_rotary_factor": (1.0, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))),
         "attention_bias": (False, config.get("attention_bias", False)),
         "mlp_bias": (False, config.get("mlp_bias", False)),
+        "quantization_config": (None, config.get("quantization_config")),
     }

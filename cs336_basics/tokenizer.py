@@ -9,6 +9,8 @@ import codecs
 import copy
 import functools
 import hashlib
+import itertools
+import json
 import math
 import os
 import re
@@ -23,6 +25,9 @@ from .files import replaced
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 """The token after a document: of GPT-2, SmolLM and Qwen; of Llama 3; of Llama 2, TinyLlama and Mistral."""
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""Files beside a tokenizer.json of Hugging Face, such as its chat template. They go with it from folder to folder."""
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DOCUMENT_END = "\n\uffff"
 """Stands after each document of a text in which `<|endoftext|>` and other special tokens are text like any other.
 
@@ -203,6 +208,8 @@ class Tokenizer:
                 "false"
             )
         self.end_of_text_id: int = end
+        self.companions: dict[str, bytes] = {}
+        self.special_ids: dict[str, int | list[int]] = dict.fromkeys(_SPECIAL_IDS[:2], end)
         self._cut = _where_to_cut(library_tokenizer, self.end_of_text)
 
     @classmethod
@@ -231,24 +238,54 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """Read a tokenizer.json. Raises FileNotFoundError or ValueError naming the file."""
-        if not Path(path).is_file():
+        """Read a tokenizer.json and its companions. Raises FileNotFoundError or ValueError naming the file."""
+        path = Path(path)
+        if not path.is_file():
             raise FileNotFoundError(f"tokenizer file {path} does not exist")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            tokenizer = cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"tokenizer file {path} cannot be loaded: {error}") from error
+        beside = [path.with_name(name) for name in COMPANIONS]
+        tokenizer.companions = {file.name: file.read_bytes() for file in beside if file.is_file()}
+        tokenizer._find_special_ids(path.parent)
+        return tokenizer
+
+    def _find_special_ids(self, folder: Path) -> None:
+        """Read the IDs in generation_config.json, or make that of those in config.json, as transformers does."""
+        for name in ("generation_config.json", "config.json"):
+            try:
+                found = json.loads((folder / name).read_bytes())
+                ids = {key: found[key] for key in _SPECIAL_IDS if found.get(key) is not None}
+            except (OSError, ValueError, AttributeError, RecursionError):
+                continue
+            for key, value in ids.items():
+                if not all(type(number) is int for number in (value if isinstance(value, list) else [value])):
+                    raise ValueError(f"{folder / name}: {key} is {value!r}: it must be a token's number, or several")
+            if ids:
+                self.special_ids = ids
+                self.companions.setdefault("generation_config.json", json.dumps(ids, indent=2).encode())
+                return
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json whole. Raises OSError naming the file."""
+        """Write tokenizer.json and its companions, each whole. Raises OSError naming the file."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as beside:
             beside.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        for name, content in self.companions.items():
+            with replaced(Path(path).with_name(name)) as beside:
+                beside.write_bytes(content)
 
     @property
     def vocab_size(self) -> int:
         """Number of token IDs, including the special token."""
         return self._tokenizer.get_vocab_size()
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The tokens that end a text: the model's own, such as the end of a turn in a chat, and the end of text."""
+        eos = self.special_ids.get("eos_token_id", [])
+        return [*(eos if isinstance(eos, list) else [eos]), self.end_of_text_id]
 
     @property
     def sha256(self) -> str:
@@ -262,13 +299,24 @@ class Tokenizer:
         """The token IDs of a text; each `<|endoftext|>` in it becomes the special token's ID."""
         return self._tokenizer.encode(self._with_own_end(text), add_special_tokens=False).ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The IDs of a text to continue, after the token that goes before every text if there is one, such as Llama's.
+
+        Without such a token an empty text is an end of text, after which a new one begins.
+        """
+        whole = self._tokenizer.encode("a")
+        before = itertools.takewhile(lambda token: token[1], zip(whole.ids, whole.special_tokens_mask, strict=True))
+        return [*(number for number, _ in before), *self.encode(text)] or [self.end_of_text_id]
+
     def _with_own_end(self, text: str) -> str:
         return text if self.end_of_text == END_OF_TEXT else text.replace(END_OF_TEXT, self.end_of_text)
 
     def encode_stream(
-        self, blocks: Iterable[str], name: str = "the text", separator: str = END_OF_TEXT
+        self, blocks: Iterable[str], name: str = "the text", separator: str = END_OF_TEXT, first: int = 0
     ) -> Iterator[list[int]]:
         """Yield the IDs of a stream of text, one list per piece; concatenated they equal `encode` of the whole text.
+
+        first: the piece, counted from 0, at which to begin.
 
         With separator DOCUMENT_END, they are those of the documents, each with an end-of-text token in place of its
         mark, and special tokens in the documents are text.
@@ -279,10 +327,13 @@ class Tokenizer:
         """
         is_marked = separator == DOCUMENT_END
         cut = _MARKED_DOCUMENT if is_marked and self._cut != _WORD else self._cut
+        pieces = split_pieces(blocks, cut=cut, longest_piece=_LONGEST_PIECE, name=name)
+        if is_marked:
+            pieces = (part for piece in pieces for part in re.split(f"({DOCUMENT_END})", piece))
         encode = self._encode_marked if is_marked else self._encode_batch
         batch: list[str] = []
         batch_chars = 0
-        for piece in split_pieces(blocks, cut=cut, longest_piece=_LONGEST_PIECE, name=name):
+        for piece in itertools.islice(pieces, first, None):
             batch.append(piece)
             batch_chars += len(piece)
             if batch_chars >= _BATCH_CHARS:
@@ -294,8 +345,7 @@ class Tokenizer:
         for encoding in self._tokenizer.encode_batch_fast([*map(self._with_own_end, batch)], add_special_tokens=False):
             yield encoding.ids
 
-    def _encode_marked(self, batch: list[str]) -> Iterator[list[int]]:
-        parts = [part for piece in batch for part in re.split(f"({DOCUMENT_END})", piece)]
+    def _encode_marked(self, parts: list[str]) -> Iterator[list[int]]:
         for part, encoding in zip(parts, self._literal.encode_batch_fast(parts, add_special_tokens=False), strict=True):
             yield [self.end_of_text_id] if part == DOCUMENT_END else encoding.ids
 

@@ -37,8 +37,8 @@ def tokenizer_of(loaded: "LoadedModel") -> "Tokenizer":
     """The tokenizer of a model. Raises ValueError if it has none."""
     if loaded.tokenizer is None:
         raise ValueError(
-            f"{loaded.checkpoint} was trained without a tokenizer, so it cannot take or give text (a run on token "
-            "files has one if --data.tokenizer names it)"
+            f"{loaded.checkpoint} has no tokenizer, so it cannot take or give text (a run on token files has one if "
+            "--data.tokenizer names it, a Hugging Face folder if it holds tokenizer.json)"
         )
     return loaded.tokenizer
 

@@ -92,13 +92,15 @@ def _read_config_files(arguments: Sequence[str], parser: ArgumentParser) -> list
 
 def _fields_of_model(path: Path, parser: ArgumentParser) -> dict[str, Any]:
     """The architecture and the tokenizer of a run, a checkpoint or a Hugging Face folder, as fields."""
-    from cs336_basics.huggingface import is_hf_folder, read_shape
+    from cs336_basics.huggingface import OF_HUB, is_hf_folder, read_shape
 
     from ..training.folder import CONFIG, TOKENIZER
     from ..training.manifest import MANIFEST
 
     if not path.exists():
-        raise FileNotFoundError(f"init_from {path} does not exist: it must be a run, a checkpoint or a model's folder")
+        raise FileNotFoundError(
+            f"init_from {path} does not exist: it must be a run, a checkpoint or a model's folder ({OF_HUB})"
+        )
     folder = path.resolve().parent.parent if (path / MANIFEST).exists() else path
     if is_hf_folder(folder):
         shape = read_shape(folder)

@@ -1,5 +1,6 @@
 """The data settings of a run: source, files, tokenizer."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -108,7 +109,7 @@ class DataConfig:
         for name, path in _default_paths(folder, self.train_tokens).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, path)
-        is_other = self.valid_text is None or self.valid_text != self.train_text
+        is_other = self.valid_text is None or os.path.abspath(self.valid_text) != os.path.abspath(self.train_text or "")
         accepted = "another file than data.train_text, or left out to validate on its last data.valid_fraction"
         require_field(self, "data.valid_text", is_other, accepted)
 

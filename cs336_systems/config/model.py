@@ -67,7 +67,7 @@ class ModelConfig:
     (default: no scaling)."""
     attention: str = "auto"
     """Attention kernel: a registered name, or your own function as module:function. auto is sdpa, which lets PyTorch
-    choose among its kernels, and on a GPU flash_triton for windows and documents, if it runs there."""
+    choose among its kernels, and flash_triton on GPUs where it is faster (docs/kernels.md)."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.")

@@ -21,7 +21,7 @@ from .spec import Column, Plot
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
 _PRECISION = "bf16"  # the usual precision for training
-_KERNEL = "flash_triton"  # this project's fast kernel
+_KERNELS = ("flash_triton", "flash_cuda")  # this project's fast kernels
 _HEADS = 16  # models that people train have at least as many
 _LENGTH = 4096  # the length in the table; the picture has all
 # Only steps recorded as CUDA graphs: others wait for the host, so their order changes from launch to launch.
@@ -47,7 +47,7 @@ def _attention(rows: Sequence[Row]) -> _Compared:
                 f"attention, {c['batch_size']} x {c['num_heads']} heads of {c['head_size']}, {_LENGTH:,} tokens{mask}"
             )
             peer = min((name for name in PEERS if name in times), key=lambda name: times[name], default="")
-            yield work, times, [(_KERNEL, peer, "the fastest of the others")]
+            yield work, times, [(name, peer, "the fastest of the others") for name in _KERNELS]
 
 
 def _of_training(rows: Iterable[Row]) -> list[Row]:
@@ -158,7 +158,7 @@ def _last_groups(
 
 def _attention_figure(read: Sequence[Sequence[Row]]) -> Any:
     """TFLOP/s over length, with a panel for each head size."""
-    groups = _last_groups([_of_training(run) for run in read], "kernels", _SHAPE_FIELDS, [_KERNEL], PEERS)
+    groups = _last_groups([_of_training(run) for run in read], "kernels", _SHAPE_FIELDS, _KERNELS, PEERS)
     rows = [row for group in groups for row in group.values()]
     if not rows:
         return None
@@ -170,14 +170,16 @@ def _attention_figure(read: Sequence[Sequence[Row]]) -> Any:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("length (tokens)")
         for line in axes.lines:
-            if line.get_label() == _KERNEL:
+            if line.get_label() in _KERNELS:
                 line.set(linewidth=2.2, zorder=3)
     heads, tokens = (
         " or ".join(f"{each:,}" for each in sorted({count(row.config) for row in rows}))
         for count in (lambda c: c["num_heads"], lambda c: c["batch_size"] * c["length"])
     )
+    names = [name for name in _KERNELS if any(row.config["kernel"] == name for row in rows)]
+    ours = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
     work = f"{heads} heads, {tokens} tokens a batch, {_PRECISION}"
-    put_title(figure, f"{machine(rows[0])}: {work}. {_KERNEL} is this project's; the rest are others'")
+    put_title(figure, f"{machine(rows[0])}: {work}. {ours} this project's; the rest are others'")
     return figure
 
 

@@ -6,16 +6,15 @@
 import contextlib
 import gzip
 import importlib
+import itertools
 import json
 import logging
-import math
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cs336_basics.files import replaced
-from cs336_basics.tokenizer import DOCUMENT_END, documents_of
+from cs336_basics.files import continued
+from cs336_basics.tokenizer import documents_of
 
 from ..config.data import DataConfig
 
@@ -27,11 +26,11 @@ _MOST_BAD = 0.01
 """The largest share of records that may be without text."""
 _SHOWN = 3
 """Bad records that are named."""
-_PROGRESS_S = 10
-"""Time between two lines of progress."""
+_HOPELESS = 1000
+"""If so many records come before the first text, the rest is not read."""
 
-Records = Iterable[tuple[str, str | None]]
-"""The place of each record and its text, None if it has none."""
+Records = Iterable[tuple[str, str | None, Any]]
+"""The place of each record, its text, None if it has none, and the position from which reading goes on after it."""
 
 
 def is_plain(name: str) -> bool:
@@ -61,65 +60,82 @@ def find_files(name: str, field: str) -> list[Path]:
     return found
 
 
-def write_documents(records: Records, text_field: str, output: Path, separator: str = DOCUMENT_END) -> None:
-    """Write documents into one text, each with the separator after it.
+def write_documents(read: Callable[[Any], Records], name: str, output: Path, inputs: dict[str, Any]) -> None:
+    """Write documents into one text, each with `inputs["separator"]` after it.
 
-    Raises ValueError naming the first bad records if over a hundredth have no text.
+    read: gives the records after a position, None for all. If it breaks off, the next call with equal inputs goes on
+    there. name: what messages call the records. Raises ValueError if there is no text, and naming the first bad records
+    if over a hundredth have none in their field `inputs["text_field"]`.
     """
-    count, bad, said = 0, list[str](), time.monotonic()
-    # What is no Unicode, half of a surrogate pair, becomes a question mark.
-    with replaced(output) as beside, beside.open("w", encoding="utf-8", errors="replace") as text:
-        for where, document in records:
+    with continued(output, inputs) as text:
+        count, bad, named, done = text.state or (0, 0, [], None)
+        if text.state is not None:
+            logger.info("text: %s documents are here already", f"{count:,}")
+        for where, document, position in read(done):
             if document is None:
-                bad.append(where)
+                bad, named = bad + 1, [*named, where][:_SHOWN]
             elif document.strip():
-                text.write(document.replace("\uffff", "\ufffd") + separator)
+                # What is no Unicode, half of a surrogate pair, becomes a question mark.
+                text.file.write((document.replace("\uffff", "\ufffd") + inputs["separator"]).encode(errors="replace"))
                 count += 1
-            if time.monotonic() > said + _PROGRESS_S:
-                said = time.monotonic()
-                logger.info("text: %s documents so far, %.2f GB", f"{count:,}", text.tell() / 1e9)
+            if text.mark((count, bad, named, position)):
+                logger.info("text: %s documents so far, %.2f GB", f"{count:,}", text.file.tell() / 1e9)
+            if bad == _HOPELESS and not count:
+                break
         if bad:
-            named = "; ".join(bad[:_SHOWN]) + ("; ..." if len(bad) > _SHOWN else "")
-            message = f"{len(bad):,} of {count + len(bad):,} records have no text in {text_field!r}: {named}"
-            if len(bad) > _MOST_BAD * (count + len(bad)):
+            message = f"{bad:,} of {count + bad:,} records have no text in {inputs['text_field']!r}: {'; '.join(named)}"
+            message += "; ..." if bad > _SHOWN else ""
+            if bad > _MOST_BAD * (count + bad):
                 raise ValueError(f"{message} (data.text_field names the field)")
             logger.warning("text: %s", message)
+        if not count:
+            raise ValueError(f"{name} has no text: it must have a document of more than white space")
     logger.info("text: %s documents in %s", f"{count:,}", output)
 
 
-def read_files(files: list[Path], text_field: str) -> Records:
-    """The documents of text files, and the records of others."""
-    for file in files:
+def read_files(files: list[Path], text_field: str, after: Any = None) -> Records:
+    """The documents of text files and the records of others, those after a position: a file and a record in it."""
+    first, done = after or (0, 0)
+    for number, file in enumerate(files[first:], first):
         for where, text in _records(file, text_field):
-            yield f"{file}, record {where}", text
+            if number > first or where > done:
+                yield f"{file}, record {where}", text, (number, where)
 
 
-def read_dataset(data: DataConfig) -> Records:
+def read_dataset(data: DataConfig, after: Any = None) -> Records:
     """The records of the dataset `data.hf_path`, read while it is downloaded, up to `data.hf_max_bytes` of text.
+
+    after: a position, from which it is read without downloading the dataset's earlier files again.
 
     Raises ValueError naming the field if there is no such dataset or column, and ConnectionError if the download fails.
     """
     datasets = _package("datasets", f"data.source {data.source!r}")
     name, path = str(data.hf_path), Path(str(data.hf_path))
     where = dict(path=str(path.resolve().parent), data_files=path.name) if path.is_file() else dict(path=name)
+    done, size, state = after or (0, 0, None)
     try:
         rows = datasets.load_dataset(**where, name=data.hf_name, split=data.hf_split, streaming=True)
-        columns = list(next(iter(rows), [data.text_field]))
+        if state is not None:
+            rows.load_state_dict(state)
+        remaining = iter(rows)
+        first = [*itertools.islice(remaining, 1)]
     except Exception as error:  # the errors of a network have no common base
         kind = ValueError if isinstance(error, ValueError | FileNotFoundError) else ConnectionError
         raise kind(f"data.hf_path is {name!r}: {' '.join(str(error).split())}") from error
-    if data.text_field not in columns:
-        raise ValueError(f"data.text_field is {data.text_field!r}: {name} has the columns {', '.join(columns)}")
-    left = math.inf if data.hf_max_bytes is None else data.hf_max_bytes
+    if first and data.text_field not in first[0]:
+        raise ValueError(f"data.text_field is {data.text_field!r}: {name} has the columns {', '.join(first[0])}")
     try:
-        for i, row in enumerate(rows, 1):
+        for i, row in enumerate(itertools.chain(first, remaining), done + 1):
             text = row[data.text_field] if isinstance(row[data.text_field], str) else None
-            left -= len((text or "").encode(errors="replace"))
-            if left < 0:
+            size += len((text or "").encode(errors="replace"))
+            if data.hf_max_bytes is not None and size > data.hf_max_bytes:
                 return
-            yield f"{name}, record {i}", text
+            yield f"{name}, record {i}", text, (i, size, rows.state_dict())
     except Exception as error:
-        raise ConnectionError(f"{name} could not be read to its end: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise ConnectionError(
+            f"{name} could not be read to its end: {reason} (run again to go on from there)"
+        ) from error
 
 
 def _is_pattern(path: Path) -> bool:
@@ -134,32 +150,40 @@ def _records(file: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     """Number and text of each record or document of a text, from 1; None where there is no text."""
     if _kind(file) == ".parquet":
         parquet: Any = _package("pyarrow.parquet", file)
-        table = parquet.ParquetFile(file)
+        with _naming(file, "Parquet"):
+            table = parquet.ParquetFile(file)
         if text_field not in table.schema_arrow.names:
             columns = ", ".join(table.schema_arrow.names)
             raise ValueError(f"data.text_field is {text_field!r}: {file} has the columns {columns}")
-        texts = (value for batch in table.iter_batches(columns=[text_field]) for value in batch[0].to_pylist())
-        yield from ((i, value if isinstance(value, str) else None) for i, value in enumerate(texts, 1))
+        with _naming(file, "Parquet"):
+            texts = (value for batch in table.iter_batches(columns=[text_field]) for value in batch[0].to_pylist())
+            yield from ((i, value if isinstance(value, str) else None) for i, value in enumerate(texts, 1))
         return
+    opened: Any = _open(file)
+    with _naming(file, "UTF-8 text"), opened:
+        if _kind(file) not in _RECORDS:
+            yield from enumerate(documents_of(iter(lambda: opened.read(1 << 20), "")), 1)
+            return
+        for i, line in enumerate(opened, 1):
+            if line.strip():
+                yield i, _text_of(line, text_field)
+
+
+@contextlib.contextmanager
+def _naming(file: Path, kind: str) -> Iterator[None]:
     try:
-        with contextlib.ExitStack() as stack:
-            opened: Any = stack.enter_context(_open(file))
-            if _kind(file) not in _RECORDS:
-                yield from enumerate(documents_of(iter(lambda: opened.read(1 << 20), "")), 1)
-                return
-            for i, line in enumerate(opened, 1):
-                if line.strip():
-                    yield i, _text_of(line, text_field)
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{file} cannot be read as UTF-8 text: {error}") from error
+        yield
+    except Exception as error:  # those of gzip, zstandard and pyarrow have no common base
+        raise ValueError(f"{file} cannot be read as {kind}: {error}") from error
 
 
 def _open(file: Path) -> Any:
+    """Open a text, which may begin with a byte-order mark, as on Windows."""
     if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8")
+        return gzip.open(file, "rt", encoding="utf-8-sig")
     if file.suffix == ".zst":
-        return _package("zstandard", file).open(file, "rt", encoding="utf-8")
-    return file.open(encoding="utf-8")
+        return _package("zstandard", file).open(file, "rt", encoding="utf-8-sig")
+    return file.open(encoding="utf-8-sig")
 
 
 def _text_of(line: str, text_field: str) -> str | None:

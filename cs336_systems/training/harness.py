@@ -73,7 +73,7 @@ class HarnessModel(TemplateLM):
             while batch := list(islice(group, self.batch_size)):
                 whole = (self.tok_encode(text) or [self.eot_token_id] for text, _ in batch)
                 prompts = [ids[new - self.context_length :] for ids in whole]
-                found = generate(self.model, prompts, new, stop_token=self.eot_token_id, **sampling)
+                found = generate(self.model, prompts, new, stop_tokens=self.tokenizer.stop_ids, **sampling)
                 texts = map(self.tokenizer.decode, found)
                 answers += [postprocess_generated_text(text, how.get("until"), None) for text in texts]
         return answers

@@ -52,7 +52,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
     Raises ValueError or FileNotFoundError naming the path.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: a run folder or a checkpoint is needed")
+        raise FileNotFoundError(f"{path} does not exist: a run folder, a checkpoint or a Hugging Face folder is needed")
     if (path / MANIFEST).exists():
         return path, verify_checkpoint(path)
     found = newest_whole_checkpoint(path / CHECKPOINTS)

@@ -1,10 +1,12 @@
 """The data of a run: text -> tokenizer -> token files, each made by a stage that is skipped if it is up to date."""
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -109,15 +111,22 @@ def _make_random_tokens(config: RunConfig, before_making: BeforeMaking) -> None:
     for split, (path, count) in enumerate(((train_path, data.random_tokens), (valid_path, data.random_tokens // 10))):
         count = max(count, 2 * shape.context_length + 2)
         inputs = {"random_tokens": count, "seed": data.seed, "split": split, "vocab_size": shape.vocab_size}
-        make = functools.partial(_draw_tokens, path, count, shape.vocab_size, (data.seed, split))
+        make = functools.partial(_draw_tokens, path, inputs)
         check = before_making if path == train_path else None
         run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), before_making=check)
 
 
-def _draw_tokens(path: Path, count: int, vocab_size: int, seed: tuple[int, int]) -> None:
-    rng = np.random.default_rng(seed)
+def _draw_tokens(path: Path, inputs: dict[str, int]) -> None:
+    count, seed, vocab_size = inputs["random_tokens"], inputs["seed"], inputs["vocab_size"]
+    rng = np.random.default_rng((seed, inputs["split"]))
     chunks = (rng.integers(0, vocab_size, min(1 << 22, count - n)) for n in range(0, count, 1 << 22))
-    write_tokens(path, chunks, vocab_size, source=f"random, seed {seed}")
+    write_tokens(
+        path,
+        lambda first: itertools.islice(chunks, first, None),
+        vocab_size,
+        source=f"random, seed {seed}",
+        inputs=inputs,
+    )
 
 
 def _make_tokens_from_text(config: RunConfig, before_making: BeforeMaking) -> None:
@@ -135,7 +144,7 @@ def _make_tokens_from_text(config: RunConfig, before_making: BeforeMaking) -> No
     tokenizer = Tokenizer.load(tokenizer_path)
     for text, path in ((train_text, train_path), (valid_text, valid_path)):
         inputs = {"text": text.fingerprint, "tokenizer": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
-        make = functools.partial(_encode, tokenizer, tokenizer_path, text, path)
+        make = functools.partial(_encode, tokenizer, tokenizer_path, text, path, inputs)
         check = before_making if path == train_path else None
         run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), before_making=check)
 
@@ -158,10 +167,14 @@ def _train_tokenizer(config: RunConfig, text: TextSpan) -> None:
         )
 
 
-def _encode(tokenizer: Tokenizer, tokenizer_path: Path, text: TextSpan, path: Path) -> None:
-    tokens = tokenizer.encode_stream(text.blocks(), f"{text.name} {text.path}", text.separator)
+def _encode(tokenizer: Tokenizer, tokenizer_path: Path, text: TextSpan, path: Path, inputs: dict[str, Any]) -> None:
+    def tokens_from(first: int) -> Iterator[list[int]]:
+        if first:
+            logger.info("tokens: %s pieces of the text are here already", f"{first:,}")
+        return tokenizer.encode_stream(text.blocks(), f"{text.name} {text.path}", text.separator, first)
+
     made_with = dict(tokenizer_sha256=tokenizer.sha256, source=str(text.path))
-    info = write_tokens(path, tokens, tokenizer.vocab_size, **made_with)
+    info = write_tokens(path, tokens_from, tokenizer.vocab_size, **made_with, inputs=inputs)
     bytes_per_token = text.size / max(info.count, 1)
     logger.info("tokens: %s has %s tokens, %.1f bytes a token", path, f"{info.count:,}", bytes_per_token)
     # A byte-level tokenizer gives at most a token a byte, and a token is rarely more than a word.

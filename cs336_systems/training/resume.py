@@ -17,7 +17,7 @@ import torch
 from cs336_basics.files import sha256_of_file, write_json
 
 from ..config.checks import require
-from ..config.data import without_default_paths
+from ..config.data import DataConfig, without_default_paths
 from ..config.run import RunConfig
 from ..parallel import comm
 from .checkpoint import set_newer_aside
@@ -30,7 +30,7 @@ from .optimizer import learning_rate
 from .preflight import check_config
 from .prepare import PreparedData
 from .result import RunResult
-from .stages import in_data_dir
+from .stages import in_data_dir, is_kept
 from .state import restore_state
 from .together import on_every_rank, on_first_rank
 
@@ -83,7 +83,7 @@ class Plan:
         """
         sample, context_length = self.config.sample, self.config.model.shape.context_length
         if data.tokenizer is not None:
-            length = len(data.tokenizer.encode(sample.prompt)) or 1
+            length = len(data.tokenizer.encode_prompt(sample.prompt))
             if length + (sample.max_new_tokens or 0) > context_length:
                 raise ValueError(
                     f"sample.prompt has {length} tokens and sample.max_new_tokens is {sample.max_new_tokens}: together "
@@ -122,8 +122,12 @@ class Plan:
     def prepare_folder(self, data: PreparedData, weights: LoadedModel | None) -> None:
         """Write config.json and the tokenizer, and set newer checkpoints aside. Rank 0 calls it."""
         if weights is not None:
-            tokenizer = {"tokenizer": identity_of(self.config, data)["tokenizer"]}
-            check_identity(weights.checkpoint, weights.manifest, tokenizer, partly=True)
+            known, here = (of["tokenizer"] for of in (weights.manifest.identity, identity_of(self.config, data)))
+            if known not in (None, here):
+                raise ValueError(
+                    f"data.tokenizer is {self.config.data.tokenizer}: it must be that of init_from "
+                    f"{weights.checkpoint}, for whose tokens the weights were trained"
+                )
         set_newer_aside(self.run_dir / CHECKPOINTS, -1 if self.resumed is None else self.step)
         # `resume` belongs to one command, not to the run.
         write_json(self.run_dir / CONFIG, dataclasses.replace(self.config, resume="none").to_dict())
@@ -171,6 +175,7 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
                 architecture = _architecture(config)
                 del architecture["model.context_length"]  # no weight depends on it
                 check_identity(model.checkpoint, model.manifest, architecture, partly=True)
+                _check_tokenizer_is_named(config.data, model)
                 weights.append(model)
             return Plan(named, run_dir)
         checkpoint, manifest = found
@@ -186,6 +191,16 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
 
     plan = on_first_rank(decide)
     return plan, weights[0] if weights else None
+
+
+def _check_tokenizer_is_named(data: DataConfig, model: LoadedModel) -> None:
+    """Raise ValueError before a new tokenizer is trained for a model that was trained with another, lost one."""
+    would_be_made = in_data_dir(data, Path(data.tokenizer_path)) and not is_kept(data, Path(str(data.train_tokens)))
+    if model.tokenizer is None and data.source != "random" and would_be_made:
+        raise ValueError(
+            f"data.tokenizer is {data.tokenizer}: it must be the tokenizer.json that init_from {model.checkpoint} was "
+            "trained with, because that has none beside it"
+        )
 
 
 def identity_of(config: RunConfig, data: PreparedData) -> dict[str, Any]:

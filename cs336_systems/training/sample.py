@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def sample_text(model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig) -> str:
     """The prompt and the model's continuation. An empty prompt starts a new document."""
-    prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text_id]
+    prompt = tokenizer.encode_prompt(config.prompt)
     with torch.compiler.set_stance("force_eager"):  # compiled, every new length would compile again
         (new,) = generate(
             model,
@@ -30,7 +30,7 @@ def sample_text(model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            stop_token=tokenizer.end_of_text_id,
+            stop_tokens=tokenizer.stop_ids,
             seed=config.seed,
         )
     return config.prompt + tokenizer.decode(new)

@@ -92,7 +92,7 @@ def _users_text(data: DataConfig, name: str, field: str, output: Path) -> TextSp
         return _whole_text(Path(name), field)
     files = find_files(name, field)
     inputs = {"files": _hashes(files)}
-    return _gathered(data, inputs, functools.partial(read_files, files, data.text_field), field, output)
+    return _gathered(data, inputs, functools.partial(read_files, files, data.text_field), field, name, output)
 
 
 def _dataset(data: DataConfig, output: Path) -> TextSpan:
@@ -101,7 +101,7 @@ def _dataset(data: DataConfig, output: Path) -> TextSpan:
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     inputs = {name: getattr(data, name) for name in ("hf_path", "hf_name", "hf_split", "hf_max_bytes")}
     inputs["files"] = _hashes(files)  # none of a dataset from the Hub
-    return _gathered(data, inputs, functools.partial(read_dataset, data), "data.hf_path", output)
+    return _gathered(data, inputs, functools.partial(read_dataset, data), "data.hf_path", str(path), output)
 
 
 def _hashes(files: list[Path]) -> list[list[str]]:
@@ -109,13 +109,13 @@ def _hashes(files: list[Path]) -> list[list[str]]:
 
 
 def _gathered(
-    data: DataConfig, inputs: dict[str, Any], read: Callable[[], Records], name: str, output: Path
+    data: DataConfig, inputs: dict[str, Any], read: Callable[[Any], Records], field: str, name: str, output: Path
 ) -> TextSpan:
     """A text that a stage makes of documents."""
     separator = END_OF_TEXT if data.special_tokens_in_text else DOCUMENT_END
     inputs |= {"text_field": data.text_field, "separator": separator}
-    run_stage(data, "text", output, inputs, lambda: write_documents(read(), data.text_field, output, separator))
-    return _whole_text(output, name, separator)
+    run_stage(data, "text", output, inputs, lambda: write_documents(read, f"{field} {name}", output, inputs))
+    return _whole_text(output, field, separator)
 
 
 def _whole_text(path: Path, name: str, separator: str = END_OF_TEXT) -> TextSpan:

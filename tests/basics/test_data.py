@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -36,13 +37,18 @@ BLOCK = 1 << 24  # load_tokens checks this many IDs at a time
 # Writing and reading
 
 
+def write(path, chunks, vocab_size, inputs=None, **of):
+    """Write lists of tokens, after those that are there already."""
+    return write_tokens(path, lambda first: islice(chunks, first, None), vocab_size, inputs=inputs or {}, **of)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), vocab_size=st.sampled_from([1, 257, 65_536, 65_537, 1 << 32]))
 def test_tokens_come_back_exactly(tmp_path, data, vocab_size):
     chunks = data.draw(st.lists(st.lists(st.integers(0, vocab_size - 1), max_size=10), max_size=6))
     flat = [i for chunk in chunks for i in chunk]
     path = tmp_path / "t.npy"
-    info = write_tokens(path, iter(chunks), vocab_size, source="here")
+    info = write(path, chunks, vocab_size, source="here")
     loaded = load_tokens(path, vocab_size)
     assert loaded.tolist() == flat
     assert loaded.dtype == (np.uint16 if vocab_size <= 65_536 else np.uint32)
@@ -52,7 +58,7 @@ def test_tokens_come_back_exactly(tmp_path, data, vocab_size):
 @pytest.mark.parametrize("count", [1, 9, 10, 99, 12_345])
 def test_the_file_is_a_plain_npy_array_as_numpy_writes_it(tmp_path, count):
     tokens = np.arange(count, dtype=np.uint16)
-    write_tokens(tmp_path / "ours.npy", np.array_split(tokens, 3), 65_536, source="")
+    write(tmp_path / "ours.npy", np.array_split(tokens, 3), 65_536, source="")
     np.save(tmp_path / "numpys.npy", tokens)
     loaded = np.load(tmp_path / "ours.npy", allow_pickle=False)
     assert loaded.dtype == np.uint16
@@ -63,7 +69,7 @@ def test_the_file_is_a_plain_npy_array_as_numpy_writes_it(tmp_path, count):
 def test_the_sidecar_describes_the_file(tmp_path):
     path = tmp_path / "train.npy"
     for n in (5, 4):  # the second time over the first
-        info = write_tokens(path, [range(1, n), [n]], 300, tokenizer_sha256="ab12", source="text.txt")
+        info = write(path, [range(1, n), [n]], 300, tokenizer_sha256="ab12", source="text.txt")
     expected = {
         "count": 4,
         "vocab_size": 300,
@@ -78,12 +84,31 @@ def test_the_sidecar_describes_the_file(tmp_path):
 
 def test_a_stream_that_breaks_leaves_the_old_files_as_they_were(tmp_path):
     path = tmp_path / "t.npy"
-    write_tokens(path, [[1, 2, 3]], 10, source="old")
+    write(path, [[1, 2, 3]], 10, source="old")
     before = path.read_bytes(), sidecar_path(path).read_bytes()
     with pytest.raises(ZeroDivisionError):
-        write_tokens(path, ([1 // n] for n in (1, 0)), 10, source="new")
+        write(path, ([1 // n] for n in (1, 0)), 10, source="new")
     assert (path.read_bytes(), sidecar_path(path).read_bytes()) == before
-    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("vocab_size", [300, 70_000])
+def test_a_stream_that_breaks_is_written_on_from_there_and_only_with_equal_inputs(tmp_path, vocab_size):
+    chunks = [[1, 2, 3], [], [299], list(range(100)), [5]]
+    write(tmp_path / "whole.npy", chunks, vocab_size, source="")
+    for length in range(len(chunks)):
+        path = tmp_path / "t.npy"
+        with pytest.raises(ZeroDivisionError):
+            write(path, (chunk if i < length else 1 // 0 for i, chunk in enumerate(chunks)), vocab_size, source="")
+        with (tmp_path / "t.npy.partial").open("ab") as file:
+            file.write(b"what a killed process wrote")
+        rest = [*"not again"][:length] + chunks[length:]
+        write(path, rest, vocab_size, source="")
+        assert path.read_bytes() == (tmp_path / "whole.npy").read_bytes()
+        with pytest.raises(ZeroDivisionError):
+            write(path, ([1 // n] for n in (1, 0)), vocab_size, source="")
+        write(path, chunks, vocab_size, {"other": 1}, source="")
+        assert path.read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    assert not [*tmp_path.glob("*.partial*")]
 
 
 @pytest.mark.parametrize(
@@ -96,8 +121,8 @@ def test_a_stream_that_breaks_leaves_the_old_files_as_they_were(tmp_path):
 )
 def test_a_wrong_token_id_is_refused_and_leaves_no_file(tmp_path, chunk, message):
     with pytest.raises(ValueError, match=message):
-        write_tokens(tmp_path / "t.npy", [[1, 2], chunk], 300, source="")
-    assert not list(tmp_path.iterdir())
+        write(tmp_path / "t.npy", [[1, 2], chunk], 300, source="")
+    assert not (tmp_path / "t.npy").exists()
 
 
 # Loading and its errors
@@ -176,7 +201,7 @@ def test_a_wrong_id_is_found_in_every_block(tmp_path, offset):
 @pytest.mark.parametrize("count", [0, 2, 4])
 def test_a_count_that_differs_from_the_sidecars_is_refused(tmp_path, count):
     path = tmp_path / "t.npy"
-    write_tokens(path, [[1, 2, 3]], 10, source="")
+    write(path, [[1, 2, 3]], 10, source="")
     np.save(path, np.ones(count, dtype=np.uint16))
     with pytest.raises(ValueError, match=rf"t\.npy holds {count} tokens but its sidecar says 3"):
         load_tokens(path, 10)
@@ -189,14 +214,14 @@ def test_a_sidecar_that_is_no_object_is_named(tmp_path, content):
 
 @pytest.mark.parametrize("change", [{"other": 1}, {"count": None}])
 def test_a_field_that_a_sidecar_lacks_or_has_too_many_is_named(tmp_path, change):
-    info = dataclasses.asdict(write_tokens(tmp_path / "t.npy", [[1, 2, 3]], 10, source="")) | change
+    info = dataclasses.asdict(write(tmp_path / "t.npy", [[1, 2, 3]], 10, source="")) | change
     content = {name: value for name, value in info.items() if value is not None}
     assert f"'{next(iter(change))}'" in check_sidecar_refused(tmp_path / "t.npy", json.dumps(content).encode())
 
 
 def check_sidecar_refused(path, content):
     """Reading the sidecar is an error; `load_tokens` raises it too if the file counts as a sidecar."""
-    write_tokens(path, [[1, 2, 3]], 10, source="")
+    write(path, [[1, 2, 3]], 10, source="")
     sidecar_path(path).write_bytes(content)
     names = "count, vocab_size, sha256, tokenizer_sha256, source"
     with pytest.raises(ValueError, match=rf"^token sidecar .*t\.json must be a JSON object with {names}: .") as caught:

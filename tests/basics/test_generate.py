@@ -79,19 +79,19 @@ def test_the_cache_reads_every_position_once():
 
 
 def test_a_row_ends_before_its_stop_token_and_the_others_go_on():
-    result = generate(counting_lm(), [[1], [6], [3, 4, 4], [4]], 6, temperature=0, stop_token=5)
+    result = generate(counting_lm(), [[1], [6], [3, 4, 4], [4]], 6, temperature=0, stop_tokens=[5])
     assert result == [[2, 3, 4], [7, 8, 9, 0, 1, 2], [], []]
 
 
 def test_a_stop_token_in_a_prompt_or_predicted_inside_one_ends_nothing():
     # At position 1 the second row would sample the stop token, but its prompt goes on with another.
-    result = generate(counting_lm(), [[0], [4, 2, 5, 6], [5, 5]], 4, temperature=0, stop_token=5)
+    result = generate(counting_lm(), [[0], [4, 2, 5, 6], [5, 5]], 4, temperature=0, stop_tokens=[5])
     assert result == [[1, 2, 3, 4], [7, 8, 9, 0], [6, 7, 8, 9]]
 
 
 def test_a_stop_token_beyond_the_end_of_its_row_does_not_lengthen_it():
     # Row 0 ends at position 3; it would come to the stop token at position 5 while row 1 is still going.
-    assert generate(counting_lm(), [[0], [6, 6, 6, 6]], 2, temperature=0, stop_token=5) == [[1, 2], [7, 8]]
+    assert generate(counting_lm(), [[0], [6, 6, 6, 6]], 2, temperature=0, stop_tokens=[5]) == [[1, 2], [7, 8]]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -100,13 +100,13 @@ def test_a_stop_token_cuts_the_sampled_rows_and_changes_nothing_else(seed):
     free = generate(model, PROMPTS, 15, seed=seed)
     for stop in range(VOCAB):
         expected = [row[: row.index(stop)] if stop in row else row for row in free]
-        assert generate(model, PROMPTS, 15, seed=seed, stop_token=stop) == expected
+        assert generate(model, PROMPTS, 15, seed=seed, stop_tokens=[stop]) == expected
 
 
 def test_decoding_ends_when_every_row_has_stopped():
     model, calls = counting_lm(), []
     model.token_embeddings.register_forward_pre_hook(lambda module, inputs: calls.append(1))
-    assert generate(model, [[1], [3]], temperature=0, stop_token=5) == [[2, 3, 4], [4]]
+    assert generate(model, [[1], [3]], temperature=0, stop_tokens=[5]) == [[2, 3, 4], [4]]
     assert len(calls) == 4
 
 

@@ -362,6 +362,7 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
         ("num_key_value_heads", 2, r"k_proj.weight has shape \(64, 64\), and config.json means \(32, 64\)"),
         ("attention_bias", True, "attention_bias is True"),
         ("mlp_bias", True, "mlp_bias is True"),
+        ("quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}, and only None can be imported"),
         ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a number"),
         ("rms_norm_eps", 1, "rms_norm_eps is 1.0: it must be from 0 to below 1$"),
         ("rms_norm_eps", math.nan, "rms_norm_eps is nan: it must be from 0 to below 1$"),
@@ -441,3 +442,8 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors and no model\.safetensors\.index\.json$"):
         import_hf(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for content in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"lm_head.weight": 3}}'):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=f"^{index} cannot be read: it must be a JSON object whose weight_map"):
+            import_hf(tmp_path)

@@ -52,6 +52,7 @@ def test_a_long_text_is_cut_into_pieces_and_encodes_as_the_whole():
     streamed = list(trained().encode_stream(blocks))
     assert len(streamed) >= 3
     assert [i for ids in streamed for i in ids] == trained().encode(text)
+    assert list(trained().encode_stream(blocks, first=2)) == streamed[2:]
 
 
 def test_pieces_are_cut_as_soon_as_they_may_be():
@@ -191,8 +192,11 @@ def test_special_tokens_in_marked_documents_are_text(pre_tokenizer, documents, b
         expected += [*literal.encode(document, add_special_tokens=False).ids, library.token_to_id(END_OF_TEXT)]
     text = "".join(document + DOCUMENT_END for document in documents)
     with small_pieces(piece_chars):
-        blocks = (text[i : i + block] for i in range(0, len(text), block))
-        assert [i for ids in Tokenizer(library).encode_stream(blocks, separator=DOCUMENT_END) for i in ids] == expected
+        blocks = [text[i : i + block] for i in range(0, len(text), block)]
+        pieces = list(Tokenizer(library).encode_stream(blocks, separator=DOCUMENT_END))
+        assert [i for ids in pieces for i in ids] == expected
+        first = len(pieces) // 2
+        assert list(Tokenizer(library).encode_stream(blocks, separator=DOCUMENT_END, first=first)) == pieces[first:]
 
 
 def test_marked_documents_without_a_space_are_cut_between_them():

@@ -32,7 +32,8 @@ FILES = (".md", ".csv", "-time.png", "-memory.png", "-throughput.png")
 def files(tmp_path: Path) -> dict[str, tuple[str]]:
     """Token files of 1000 and 200 tokens."""
     for name, count in (("train", 1000), ("valid", 200)):
-        write_tokens(tmp_path / f"{name}.npy", [random_tokens(count, seed=count)], 300, source="test")
+        tokens = random_tokens(count, seed=count)
+        write_tokens(tmp_path / f"{name}.npy", lambda _, tokens=tokens: [tokens], 300, source="test", inputs={})
     return {"train_path": (str(tmp_path / "train.npy"),), "val_path": (str(tmp_path / "valid.npy"),)}
 
 

@@ -48,34 +48,42 @@ def test_fa4_names_its_package() -> None:
         get_attention("fa4")(*(torch.zeros(1, 16, 64),) * 3)
 
 
-def test_auto_is_pytorchs_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = torch.randn(1, 2, 16, 8)
-    monkeypatch.setattr(peers, "sdpa", lambda *q_k_v, **_: "sdpa")
-    assert get_attention("auto")(q, q, q, True) == "sdpa"
+MASKED = dict(window=4), dict(documents=Documents.from_numbers(torch.zeros(4)))
 
 
 @pytest.mark.parametrize(
-    "device, capability, has_triton, expected",
+    "device, capability, has_triton, length, dtype, masked, unmasked",
     [
-        ("cuda", (8, 0), True, "flash_triton"),
-        ("cuda", (7, 5), True, "sdpa"),
-        ("cuda", (9, 0), False, "sdpa"),
-        ("cpu", None, True, "sdpa"),
+        ("cuda", (9, 0), True, 4096, torch.bfloat16, "flash_triton", "flash_triton"),
+        ("cuda", (9, 0), True, 4095, torch.bfloat16, "flash_triton", "sdpa"),
+        ("cuda", (9, 0), True, 4096, torch.float32, "flash_triton", "sdpa"),
+        ("cuda", (10, 0), True, 4096, torch.bfloat16, "flash_triton", "sdpa"),
+        ("cuda", (8, 0), True, 4096, torch.bfloat16, "flash_triton", "sdpa"),
+        ("cuda", (7, 5), True, 4096, torch.bfloat16, "sdpa", "sdpa"),
+        ("cuda", (9, 0), False, 4096, torch.bfloat16, "sdpa", "sdpa"),
+        ("cpu", None, True, 4096, torch.bfloat16, "sdpa", "sdpa"),
     ],
 )
-def test_auto_serves_windows_and_documents_with_a_kernel_that_runs_on_the_device(
-    device: str, capability: Any, has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_auto_takes_the_faster_kernel_that_runs_on_the_device(
+    device: str,
+    capability: Any,
+    has_triton: bool,
+    length: int,
+    dtype: torch.dtype,
+    masked: str,
+    unmasked: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    q: Any = types.SimpleNamespace(device=torch.device(device))
+    q: Any = types.SimpleNamespace(device=torch.device(device), shape=(2, 16, length, 64), dtype=dtype)
     flash_triton = types.SimpleNamespace(flash_triton=lambda *_, **mask: ("flash_triton", mask))
     monkeypatch.setitem(sys.modules, f"{attention.__name__}.flash_triton", flash_triton)
     monkeypatch.setattr(peers, "sdpa", lambda *_, **mask: ("sdpa", mask))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if has_triton else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    documents = Documents.from_numbers(torch.zeros(4))
-    for mask in (dict(window=4, documents=None), dict(window=None, documents=documents)):
-        assert get_attention("auto")(q, q, q, True, **mask) == (expected, mask)
-    assert get_attention("auto")(q, q, q, True)[0] == "sdpa"
+    none = dict(window=None, documents=None)
+    for mask in MASKED:
+        assert get_attention("auto")(q, q, q, True, **mask) == (masked, none | mask)
+    assert get_attention("auto")(q, q, q, True) == (unmasked, none)
 
 
 def test_auto_compiles_without_a_graph_break() -> None:

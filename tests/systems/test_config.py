@@ -152,6 +152,7 @@ TOGETHER: list[tuple[type, dict[str, Any], str]] = [
     *[(DataConfig, {"source": source, field: "a.txt"}, rf"data\.{field} is 'a\.txt': .* left out unless data\.source")
       for source in ("random", "stories", "tinystories") for field in ("train_text", "valid_text")],
     (DataConfig, TWO_TEXTS, r"data\.valid_text is 'x': .* another file than data\.train_text, .*data\.valid_fraction"),
+    (DataConfig, TWO_TEXTS | dict(valid_text="y/../x"), "data.valid_text is .*: it must be another file"),
     (RunConfig, dict(model=ModelConfig(**TINY), sample=SampleConfig(max_new_tokens=16)),
      r"sample\.max_new_tokens is 16: .* at most 15, .* model\.context_length, 16"),
     (OptimizerConfig, dict(name="muon", muon_lr=0.02, lr=0.0),

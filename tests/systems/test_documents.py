@@ -1,9 +1,10 @@
 """Texts from folders, patterns, records, compressed files and datasets."""
 
+import functools
 import gzip
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from cs336_basics import files
 from cs336_basics.tokenizer import DOCUMENT_END, END_OF_TEXT
 from cs336_systems.config.run import DataConfig
 from cs336_systems.training import documents
-from cs336_systems.training.documents import find_files, is_plain, read_dataset, read_files, write_documents
+from cs336_systems.training.documents import Records, find_files, is_plain, read_dataset, read_files, write_documents
 from cs336_systems.training.prepare import prepare_data
 from tests.systems.preparation import run_config
 from tests.training.helpers import make_config
@@ -28,11 +30,22 @@ def lines(texts: list[Any], field: str = "text") -> str:
     return "".join(json.dumps({field: text, "id": 3}) + "\n" for text in texts)
 
 
+def gather(name: str, output: Path) -> None:
+    """Write the text of a file, a folder or a pattern."""
+    collect(functools.partial(read_files, find_files(name, "data.train_text"), "text"), output)
+
+
+def collect(read: Callable[[Any], Records], output: Path, seed: int = 0) -> None:
+    write_documents(read, "it", output, {"text_field": "text", "separator": DOCUMENT_END, "seed": seed})
+
+
 def write(folder: Path, kind: str) -> Path:
     path = folder / f"in.{kind}"
     plain = "\n" + lines(TEXTS)
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": TEXTS}), path, row_group_size=2)
+    elif kind == "bom.jsonl":
+        path.write_text(plain.lstrip(), encoding="utf-8-sig")
     elif kind.endswith("gz"):
         path.write_bytes(gzip.compress(plain.encode()))
     elif kind.endswith("zst"):
@@ -42,11 +55,11 @@ def write(folder: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "bom.jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_each_record_is_a_document(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, kind)
     assert not is_plain(str(path))
-    write_documents(read_files(find_files(str(path), "data.train_text"), "text"), "text", tmp_path / "out.txt")
+    gather(str(path), tmp_path / "out.txt")
     assert (tmp_path / "out.txt").read_text() == JOINED
 
 
@@ -57,7 +70,7 @@ def test_a_folder_and_a_pattern_give_their_files_in_order(tmp_path: Path) -> Non
     (tmp_path / "picture.png").write_bytes(b"\xff")
     for name in (str(tmp_path), f"{tmp_path}/**/*.txt"):
         assert not is_plain(name)
-        write_documents(read_files(find_files(name, "data.train_text"), "text"), "text", tmp_path / "out")
+        gather(name, tmp_path / "out")
         assert (tmp_path / "out").read_text() == JOINED
 
 
@@ -72,7 +85,7 @@ def test_no_file_is_an_error_with_the_field(name: str, message: str, tmp_path: P
 
 
 def test_what_cannot_be_in_the_text_is_replaced(tmp_path: Path) -> None:
-    write_documents([("here", f"half a pair \ud800, a mark{DOCUMENT_END}")], "text", tmp_path / "out")
+    collect(lambda _: [("here", f"half a pair \ud800, a mark{DOCUMENT_END}", 0)], tmp_path / "out")
     assert (tmp_path / "out").read_text() == f"half a pair ?, a mark\n\ufffd{DOCUMENT_END}"
 
 
@@ -80,22 +93,51 @@ def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pyte
     path, out = tmp_path / "in.jsonl", tmp_path / "out.txt"
     path.write_text(lines(["good"] * 200) + "{\n" + lines([None]))
     with caplog.at_level(logging.WARNING):
-        write_documents(read_files([path], "text"), "text", out)
+        gather(str(path), out)
     assert "2 of 202 records have no text in 'text': " in caplog.text
     assert f"{path}, record 201; {path}, record 202" in caplog.text
     path.write_text(lines(["good"] * 20) + "[]\n")
     with pytest.raises(
         ValueError, match=rf"1 of 21 records have no text in 'text': {path}, record 21 \(data.text_field"
     ):
-        write_documents(read_files([path], "text"), "text", out)
+        gather(str(path), out)
 
 
-@pytest.mark.parametrize("kind, content", [("txt", b"\xff\xfe"), ("jsonl.gz", b"no gzip"), ("txt.gz", b"")])
+@pytest.mark.parametrize(
+    "kind, content",
+    [
+        ("txt", b"\xff\xfe"),
+        ("jsonl.gz", b"no gzip"),
+        ("txt.gz", gzip.compress(b"the cat")[:-4]),
+        ("txt.gz", gzip.compress(b"the cat")[:12] + b"another block"),
+        ("jsonl.zst", b"no zstandard"),
+        ("parquet", b"no Parquet"),
+    ],
+)
 def test_a_file_that_is_not_what_its_name_says_is_named(kind: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"in.{kind}"
-    path.write_bytes(content if content else gzip.compress(b"the cat")[:-4])
-    with pytest.raises(ValueError, match=f"{path} cannot be read as UTF-8 text"):
-        write_documents(read_files([path], "text"), "text", tmp_path / "out.txt")
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=f"{path} cannot be read as {'Parquet' if kind == 'parquet' else 'UTF-8 text'}"
+    ):
+        gather(str(path), tmp_path / "out.txt")
+
+
+def test_a_wrong_field_is_named_before_all_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(lines(["good"] * 5000, field="body"))
+    with pytest.raises(ValueError, match=r"^1,000 of 1,000 records have no text in 'text': "):
+        gather(str(path), tmp_path / "out.txt")
+
+
+def test_records_without_any_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    for content in ("", lines([" ", "\n"])):
+        path.write_text(content)
+        data = dict(source="text", train_text=str(path), data_dir=str(tmp_path / "data"))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"^data\.train_text {path} has no text: it must have a document"):
+                prepare_data(run_config(**data))
 
 
 def test_a_missing_column_and_a_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +177,12 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_dataset_is_read_in_order_up_to_a_number_of_bytes(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_documents(read_dataset(DataConfig(source="hf", hf_path="mine")), "text", Path("out"))
+    read = functools.partial(read_dataset, DataConfig(source="hf", hf_path="mine"))
+    collect(read, Path("out"))
     assert Path("out").read_text() == "".join(f"document {i}{DOCUMENT_END}" for i in range(200))
     assert "1 of 201 records have no text in 'text': mine, record 201" in caplog.text
     first = read_dataset(DataConfig(source="hf", hf_path="mine/b.jsonl", hf_max_bytes=30))
-    assert [text for _, text in first] == ["document 100", "document 101"]
+    assert [text for _, text, _ in first] == ["document 100", "document 101"]
 
 
 @pytest.mark.parametrize(
@@ -158,31 +201,122 @@ def test_a_dataset_that_is_not_as_the_user_says_is_named_in_a_line(
         [*read_dataset(DataConfig(source="hf", **{"hf_path": "mine", **of}))]
 
 
-def test_a_dataset_that_breaks_off_leaves_no_text_and_is_read_again(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_dataset_that_breaks_off_is_read_on_from_there(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Three times: in a file, at its end, and after Ctrl-C; the record without text is counted once."""
     import datasets
 
     config = run_config(source="hf", hf_path="mine")
     assert config.data.data_dir == "data/hf/mine"
+    load, seen = datasets.load_dataset, list[str]()
 
-    def break_off(*_: Any, **__: Any) -> Iterator[Any]:
-        yield {"text": "document 0"}
-        raise RuntimeError("the network is gone")
+    def breaking(error: BaseException, at: str) -> Any:
+        def see(row: dict[str, Any]) -> dict[str, Any]:
+            if row["text"] == at:
+                raise error
+            seen.append(row["text"])
+            return row
 
-    class Broken:
-        __iter__ = break_off
+        return lambda *_, **given: load(**given).map(see)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(datasets, "load_dataset", lambda *_, **__: Broken())
-        with pytest.raises(ConnectionError, match="mine could not be read to its end: the network is gone"):
+    first = []
+    for error, at in (
+        (RuntimeError("the network is gone"), "document 50"),
+        (OSError("it is gone again"), "document 100"),
+        (KeyboardInterrupt(), "document 170"),
+    ):
+        monkeypatch.setattr(datasets, "load_dataset", breaking(error, at))
+        raised = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ConnectionError
+        with pytest.raises(raised) as caught:
             prepare_data(config)
-    assert not [*Path("data/hf/mine").glob("*.txt")]
-    prepared = prepare_data(config)
-    assert prepared.tokenizer is not None
-    assert prepared.train.tolist().count(prepared.tokenizer.end_of_text_id) == pytest.approx(180, abs=2)
+        if raised is ConnectionError:
+            message = f"mine could not be read to its end: {error} (run again to go on from there)"
+            assert str(caught.value) == message
+        assert not Path("data/hf/mine/train.txt").exists()
+        first.append(seen[0])
+        seen.clear()
+    assert first == ["document 0", "document 50", "document 100"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        monkeypatch.setattr(datasets, "load_dataset", breaking(RuntimeError(), "none"))
+        prepare_data(config)
+    assert "text: 170 documents are here already" in caplog.messages
+    assert "1 of 201 records have no text in 'text': mine, record 201" in caplog.text
+    assert Path("data/hf/mine/train.txt").read_text() == "".join(f"document {i}{DOCUMENT_END}" for i in range(200))
+    assert not [*Path("data/hf/mine").glob("*.partial*")]
     monkeypatch.setattr(datasets, "load_dataset", None)
     prepare_data(config)  # reads it no more
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "jsonl.gz", "txt"])
+def test_files_that_break_off_are_read_on_from_there(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken off after each number of documents; the files before are not opened again."""
+    for name in ("a", "b", "c"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        if kind == "txt":
+            (tmp_path / "in" / name / "in.txt").write_text(END_OF_TEXT.join(TEXTS))
+        else:
+            write(tmp_path / "in" / name, kind)
+    records, opened, left = documents._records, list[str](), 0
+
+    def break_off(file: Path, text_field: str) -> Iterator[Any]:
+        nonlocal left
+        opened.append(file.parent.name)
+        for record in records(file, text_field):
+            if not left:
+                raise KeyboardInterrupt
+            left -= 1
+            yield record
+
+    monkeypatch.setattr(documents, "_records", break_off)
+    for number in range(9):
+        out, left = tmp_path / f"{number}.txt", number
+        with pytest.raises(KeyboardInterrupt):
+            gather(str(tmp_path / "in"), out)
+        left = 9
+        opened.clear()
+        gather(str(tmp_path / "in"), out)
+        assert out.read_text() == JOINED * 3
+        assert opened[0] == "aaaabbbcc"[number]
+
+
+def test_what_a_killed_process_has_saved_is_read_on_and_other_settings_start_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = tmp_path / "in.jsonl", tmp_path / "out"
+    path.write_text(lines(TEXTS))
+    monkeypatch.setattr(files, "SAVE_EVERY_S", -1)  # saves after each document
+
+    def killed(after: Any) -> Iterator[Any]:
+        yield from list(read_files([path], "text", after))[:2]
+        (saved,) = tmp_path.glob("*.json")
+        note, whole = saved.read_bytes(), (tmp_path / "out.partial").read_bytes()
+        yield "x", "of a process that is gone", (0, 3)
+        (tmp_path / "left").mkdir()
+        (tmp_path / "left" / "out.partial").write_bytes(whole + b"and what was written but not saved")
+        (tmp_path / "left" / "out.partial.json").write_bytes(note)
+
+    collect(killed, out)
+    read = list[Any]()
+
+    def note(after: Any) -> Any:
+        read.append(after)
+        assert after or not (tmp_path / "left" / "out.partial.json").exists()  # a kill now leaves none of other inputs
+        return read_files([path], "text", after)
+
+    collect(note, tmp_path / "left" / "out")
+    assert read == [[0, 2]]
+    assert (tmp_path / "left" / "out").read_text() == JOINED
+    for seed in (1, 2):
+        (tmp_path / "left" / "out.partial").write_text("old")
+        inputs = {"text_field": "text", "separator": DOCUMENT_END, "seed": 1}
+        (tmp_path / "left" / "out.partial.json").write_text(json.dumps({"inputs": inputs, "size": 99, "state": 3}))
+        collect(note, tmp_path / "left" / "out", seed)
+        assert read[-1] is None
+        assert (tmp_path / "left" / "out").read_text() == JOINED
 
 
 def test_a_run_is_prepared_from_records_and_again_only_after_a_change(tmp_path: Path) -> None:

@@ -271,21 +271,32 @@ def test_tokens_whose_sidecar_is_lost_or_broken_are_made_again(stages: Any, side
     assert path.read_text() == before
 
 
-def test_a_run_that_broke_off_while_encoding_leaves_nothing_that_passes_for_whole(
-    stages: Any, monkeypatch: pytest.MonkeyPatch
+def test_tokens_that_broke_off_are_made_on_from_there(
+    stages: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    encode = Tokenizer.encode_stream
+    Path("input.txt").write_text(TEXT * 60)  # some pieces
+    stages(text_config())
+    whole = contents()
+    Path("d/train.npy").unlink()
+    encode, asked = Tokenizer.encode_stream, list[int]()
 
     def break_off(*arguments: Any) -> Iterator[list[int]]:
-        yield next(iter(encode(*arguments)))
-        raise OSError("No space left on device")
+        asked.append(arguments[-1])
+        for number, ids in enumerate(encode(*arguments)):
+            if number == 2:
+                raise OSError("No space left on device")
+            yield ids
 
     with monkeypatch.context() as patch:
         patch.setattr(Tokenizer, "encode_stream", break_off)
-        with pytest.raises(OSError, match="No space left"):
-            prepare_data(text_config())
-    assert not Path("d/train.npy").exists()
-    assert stages(text_config()) == ({TRAIN, VALID}, {TOKENIZER})
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                prepare_data(text_config())
+            assert not Path("d/train.npy").exists()
+    assert stages(text_config()) == ({TRAIN}, {TOKENIZER, VALID})
+    assert asked == [0, 2]
+    assert "tokens: 4 pieces of the text are here already" in caplog.messages
+    assert {name: content for name, (content, _) in contents().items()} == {n: c for n, (c, _) in whole.items()}
 
 
 def test_a_run_that_broke_off_over_older_tokens_does_not_leave_them_as_up_to_date(

@@ -3,26 +3,32 @@
 import contextlib
 import dataclasses
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
 from cs336_basics.attention import Documents
+from cs336_basics.generate import generate
+from cs336_basics.huggingface import export_hf, import_hf
 from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.cli.main import run_command
 from cs336_systems.cli.train import load_config, parse_run_config
-from cs336_systems.config.run import RunConfig
+from cs336_systems.config.run import RunConfig, SampleConfig
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.training import train
 from cs336_systems.training.evaluate import score_documents
-from cs336_systems.training.load import export_run, load_model
+from cs336_systems.training.load import export_run, import_run, load_model
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.preflight import check_config
+from cs336_systems.training.sample import sample_text
 from tests.distributed import run_ranks
 
 from .helpers import VOCAB_SIZE, make_config, random_tokens, tiny_trainer
@@ -206,6 +212,137 @@ def test_a_hugging_face_folder_gives_samples_and_a_new_run(
     again = transformers.AutoModelForCausalLM.from_pretrained(Path(result.run_dir) / "hf")
     assert again.config.tie_word_embeddings
     assert again.config.num_key_value_heads == 2
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = [{"role": "user", "content": "the cat sat"}]
+
+
+def save_chat_model(folder: Path, eos: int | list[int], old: bool) -> None:
+    """A small Llama with a chat's tokenizer. old: as transformers wrote it before chat_template.jinja."""
+    torch.manual_seed(0)
+    Tokenizer.train(["the cat sat on the mat. " * 50], 290).save(folder / "plain.json")
+    plain = tokenizers.Tokenizer.from_file(str(folder / "plain.json"))
+    plain.add_special_tokens(["<|im_start|>"])
+    begin = [("<|im_start|>", plain.token_to_id("<|im_start|>"))]
+    plain.post_processor = tokenizers.processors.TemplateProcessing("<|im_start|> $A", special_tokens=begin)
+    plain.save(str(folder / "plain.json"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "plain.json"), bos_token="<|im_start|>", eos_token="<|im_end|>",
+        pad_token="<|im_end|>", unk_token="<|endoftext|>", chat_template=TEMPLATE, model_max_length=64,
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder)
+    (folder / "plain.json").unlink()
+    ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=eos, pad_token_id=tokenizer.pad_token_id)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **ids))
+    llama.generation_config.update(max_new_tokens=9, do_sample=False)
+    llama.save_pretrained(folder)
+    if old:
+        (folder / "chat_template.jinja").unlink()
+        (folder / "generation_config.json").unlink()
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("way", ["import", "init_from", "init_from import"])
+def test_a_chat_model_stays_one_through_training(way: str, old: bool, tmp_path: Path) -> None:
+    folder, exported = tmp_path / "chat", tmp_path / "exported"
+    folder.mkdir()
+    save_chat_model(folder, 0, old)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    free = transformers.AutoModelForCausalLM.from_pretrained(folder).generate(prompt, max_new_tokens=9, do_sample=False)
+    stop = free[0, prompt.shape[1] + 5].item()  # a token that it comes to
+    save_chat_model(folder, [290, stop], old)
+
+    run = folder
+    if "import" in way:
+        run = tmp_path / "imported"
+        import_run(folder, run)
+    if "init_from" in way:
+        (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
+        arguments = [
+            *("--init_from", str(run), "--data.train_text", str(tmp_path / "text.txt"), "--data.source", "text"),
+            *("--data.data_dir", str(tmp_path / "data"), "--run_dir", str(tmp_path / "run"), "--train.device", "cpu"),
+            *("--train.max_steps", "1", "--train.batch_size", "2", "--optimizer.lr", "1e-20"),
+        ]
+        run = Path(train(parse_run_config(arguments)[0]).run_dir)
+    export_run(run, exported)
+
+    again = transformers.AutoTokenizer.from_pretrained(exported)
+    assert again.special_tokens_map == tokenizer.special_tokens_map
+    for add in (False, True):
+        theirs, ours = (
+            t.apply_chat_template(CHAT, add_generation_prompt=add, tokenize=False) for t in (tokenizer, again)
+        )
+        assert ours == theirs
+    models = [transformers.AutoModelForCausalLM.from_pretrained(path) for path in (folder, exported)]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for values in ([model.config for model in models], [model.generation_config for model in models]):
+            assert getattr(values[0], name) == getattr(values[1], name), name
+    greedy = [model.generate(prompt, max_new_tokens=9, do_sample=False).tolist() for model in models]
+    assert greedy[0] == greedy[1]
+    new = greedy[0][0][prompt.shape[1] :]
+    assert new[-1] == stop
+    assert len(new) <= 6
+    loaded = load_model(run)
+    assert loaded.tokenizer is not None
+    ours = generate(loaded.build("cpu"), prompt.tolist(), 9, temperature=0, stop_tokens=loaded.tokenizer.stop_ids)
+    assert ours == [new[:-1]]
+    texts = tokenizer("the cat", return_tensors="pt")
+    greedy = models[0].generate(**texts, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    config = SampleConfig(prompt="the cat", max_new_tokens=9, temperature=0)
+    loaded.tokenizer.special_ids.clear()
+    sample = sample_text(loaded.build("cpu"), loaded.tokenizer, config)
+    assert sample == tokenizer.decode(greedy[0, 1:])
+
+
+def test_an_end_that_is_no_token_is_named(tmp_path: Path) -> None:
+    save_chat_model(tmp_path, 290, old=False)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is '</s>': it must be a token's number"):
+        load_model(tmp_path)
+
+
+def test_a_model_takes_no_tokenizer_but_its_own(llama: Path, tmp_path: Path) -> None:
+    """A new one is refused before it is trained; for a model that has lost its own, the user names it."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    shutil.copytree(llama, tmp_path / "model")
+    shutil.move(tokenizer, tmp_path / "its.json")
+    Tokenizer.train(["a dog ran. " * 50], 290).save(tmp_path / "other.json")
+
+    def run(name: str, **data: str) -> None:
+        of_text = dict(source="text", train_text=str(tmp_path / "text.txt"))
+        shape = load_model(llama).shape.to_dict()
+        config = make_config(tmp_path, name, model=shape, data=of_text | data, train=dict(max_steps=1))
+        train(dataclasses.replace(config, init_from=str(tmp_path / "model")))
+
+    with pytest.raises(ValueError, match=r"^data\.tokenizer is .*: it must be the tokenizer\.json that init_from "):
+        run("new")
+    assert not (tmp_path / "data" / "train.npy").exists()
+    run("its", tokenizer=str(tmp_path / "its.json"))
+    shutil.move(tmp_path / "its.json", tokenizer)
+    other = str(tmp_path / "other.json")
+    with pytest.raises(ValueError, match=rf"^data\.tokenizer is {other}: it must be that of init_from .*/model, "):
+        run("other", tokenizer=other)
+
+
+def test_an_export_over_a_chat_model_leaves_nothing_of_it(tmp_path: Path) -> None:
+    save_chat_model(tmp_path, 290, old=False)
+    shape, state, tokenizer = import_hf(tmp_path)
+    export_hf(state, shape, tokenizer, tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == TEMPLATE
+    assert tokenizer is not None
+    tokenizer.companions.clear()
+    export_hf(state, shape, tokenizer, tmp_path)
+    assert not (tmp_path / "chat_template.jinja").exists()
+    assert not (tmp_path / "generation_config.json").exists()
 
 
 def test_another_end_of_text_ends_documents(tmp_path: Path) -> None:

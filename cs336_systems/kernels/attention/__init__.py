@@ -60,10 +60,9 @@ ATTENTION = _Kernels()
 
 
 def get_attention(name: str) -> Attention:
-    """The kernel registered as `name`, or your own at "module:function". "auto" leaves the choice to PyTorch.
+    """The kernel registered as `name`, or your own at "module:function". "auto" is the faster one of two for each call.
 
-    On an H200 PyTorch chooses cuDNN, which is ahead of flash_triton in the rows of results/h200/kernels.jsonl. On a CPU
-    no kernel here is faster. Windows and documents are flash_triton's on a GPU on which it runs.
+    These are flash_triton and PyTorch's own choice, `sdpa`: see `auto.py`.
 
     Raises ValueError naming `model.attention` if no kernel has the name or its module cannot be imported. A kernel that
     needs a GPU or a package raises its error when it is called; `check_attention` calls it.
