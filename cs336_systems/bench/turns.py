@@ -16,6 +16,7 @@ from cs336_basics.model import TransformerLM
 from ..config.run import RunConfig
 from ..kernels.attention import get_attention
 from ..machine.garbage import gc_frozen
+from ..machine.hardware import check_precision
 from ..parallel import comm
 from ..parallel.ranks import alone
 from ..training.loop import Trainer
@@ -60,6 +61,7 @@ def check_host_memory(run: RunConfig, device: torch.device) -> None:
 
 def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
     """The training loop of a run on random weights and tokens, the same on all ranks. Raises MemoryError on a CPU."""
+    check_precision(device, run.train.precision)
     check_host_memory(run, device)
     shape = run.model.shape
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))

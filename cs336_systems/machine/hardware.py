@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 _PROC, _CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES["fp8"] = torch.bfloat16  # of everything but the inputs of products
+FP8_CAPABILITY = (8, 9)
+"""The lowest compute capability with FP8 products."""
+FP8_PAYS_FROM = 1024
+"""Width of the model from which on FP8 products save more time than rounding to FP8 takes."""
 
 # NVML's names for the reasons of a lowered GPU clock.
 _SLOWED_BY = {
@@ -35,11 +40,13 @@ _SLOWED_BY = {
 
 
 def device_peak_flops(device: torch.device, precision: str) -> float | None:
-    """`peak_flops` of a device. fp32 counts as tf32 if float32 matrix products may use TF32."""
+    """`peak_flops` of a device. fp32 counts as tf32 if float32 matrix products may use TF32, and fp8 as bf16."""
     if device.type != "cuda":
         return None
     if precision == "fp32" and allows_tf32():
         precision = "tf32"
+    if precision == "fp8":
+        precision = "bf16"
     return peak_flops(torch.cuda.get_device_name(device), precision)
 
 
@@ -161,14 +168,31 @@ def requested_gpu_bytes(device: torch.device, peak: bool = False) -> int:
 
 
 def check_precision(device: torch.device, precision: str) -> None:
-    """Raise ValueError if the device has no native arithmetic for `train.precision`."""
-    if device.type == "cuda" and precision == "bf16":
+    """Raise ValueError if the device has no native arithmetic for `train.precision`. A CPU has, if slow, all."""
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else device.type
+    if is_gpu and precision in ("bf16", "fp8"):  # fp8 is bf16 but for some products
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise ValueError(
-                    f"train.precision is 'bf16': {torch.cuda.get_device_name(device)} has no bfloat16 arithmetic; "
-                    "it must be fp16 or fp32 here"
+                    f"train.precision is {precision!r}: {name} has no bfloat16 arithmetic; it must be fp16 or fp32 here"
                 )
+    if precision != "fp8" or device.type == "cpu":
+        return
+    if not is_gpu or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(
+            f"train.precision is 'fp8': {name} has no FP8 products, which need a GPU of compute capability "
+            f"{'.'.join(map(str, FP8_CAPABILITY))}; it must be bf16, fp16 or fp32 here"
+        )
+
+
+def why_fp8_is_slow(device: torch.device, d_model: int) -> str:
+    """Why FP8 products make a step of this width slower than bf16 on the device, or ""."""
+    if device.type == "cpu":
+        return "a CPU rounds to FP8, but does not multiply faster"
+    if d_model < FP8_PAYS_FROM:
+        return f"model.d_model is {d_model}, and below {FP8_PAYS_FROM:,} rounding to FP8 costs more than products save"
+    return ""
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:

@@ -18,6 +18,7 @@ from cs336_basics.optimizer import AdamW
 from ..config.checks import require, shown
 from ..config.run import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ..kernels.attention import get_attention, is_attention
+from ..kernels.fp8_linear import use_fp8
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from ..machine.hardware import DTYPES
 from ..parallel import Options, StrategyFactory, comm, get_strategy
@@ -38,6 +39,8 @@ def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
     """Cast, compile and checkpoint a model in place, as the configuration says. A strategy wraps it afterwards."""
     if config.weight_dtype == "bf16":
         cast_weights(model, torch.bfloat16)
+    if config.precision == "fp8":
+        use_fp8(model.layers)
     prepare_blocks(model, config)
     if config.loss_chunk_tokens is not None:
         rows_loss = compiled(loss_and_gradient) if config.compile else loss_and_gradient

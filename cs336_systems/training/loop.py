@@ -24,8 +24,10 @@ from cs336_basics.data import gather_sequences
 from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
 
-from ..config.run import RunConfig
-from ..machine.hardware import autocast, device_peak_flops, start_copy_to_host, with_index
+from ..config.checks import is_import_path
+from ..config.run import SHARDED, RunConfig
+from ..kernels.fp8_linear import Fp8Linear, quantized, weights_rounded_once
+from ..machine.hardware import DTYPES, autocast, device_peak_flops, start_copy_to_host, with_index
 from ..parallel import comm, failure
 from ..planner.accounting import training_flops
 from .auto import resolve
@@ -105,6 +107,11 @@ class Trainer:
         self.position = Position()
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
         self._loss = compiled(cross_entropy) if config.train.compile else cross_entropy
+        name = config.parallel.strategy_for(comm.world_size())
+        # Sharded weights are whole only in their block, and torch_ddp broadcasts all buffers.
+        each_time = name in (*SHARDED, "torch_ddp") or is_import_path(name)
+        self._fp8 = [] if each_time else [layer for layer in model.modules() if isinstance(layer, Fp8Linear)]
+        self._quantize = torch.compile(quantized, dynamic=False) if config.train.compile else quantized
         self.stopping = False
         """Whether any rank has asked to stop, through the argument of `train_steps`."""
         self._recorded: RecordedStep | None = None
@@ -113,6 +120,10 @@ class Trainer:
         self._step_flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
         self._peak_flops = device_peak_flops(device, config.train.precision)
         self._clock = time.perf_counter()
+
+    def _fp8_weights(self) -> contextlib.AbstractContextManager:
+        """The context in which weights do not change, so that FP8 layers round them once."""
+        return weights_rounded_once(self._fp8, DTYPES["fp8"], self._quantize)
 
     def autocast(self, device: torch.device | None = None) -> contextlib.AbstractContextManager:
         """The context in which to call the model, by default on its device."""
@@ -226,13 +237,14 @@ class Trainer:
         """Accumulate the gradient of the mean loss over all micro-batches; return that loss, on the device."""
         total = torch.zeros((), device=self.device)
         micro_batches = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
-        for i, (x, y) in enumerate(micro_batches):
-            last = i == len(micro_batches) - 1
-            with contextlib.nullcontext() if last else self.strategy.no_sync():
-                with self.autocast():
-                    loss = self._summed_loss(x, y) / targets.numel()
-                (loss if self.scale is None else self.scale.scaled(loss)).backward()
-            total += loss.detach()
+        with self._fp8_weights():
+            for i, (x, y) in enumerate(micro_batches):
+                last = i == len(micro_batches) - 1
+                with contextlib.nullcontext() if last else self.strategy.no_sync():
+                    with self.autocast():
+                        loss = self._summed_loss(x, y) / targets.numel()
+                    (loss if self.scale is None else self.scale.scaled(loss)).backward()
+                total += loss.detach()
         self.strategy.finish_gradient_synchronization()
         return total
 
@@ -262,7 +274,7 @@ class Trainer:
             mine = i + comm.rank()
             # A strategy may need all ranks in every forward pass, so a rank without a batch repeats the last one.
             sequences = gather_sequences(tokens, starts[min(mine, len(starts) - 1)], length).to(self.device)
-            with self.autocast():
+            with self._fp8_weights(), self.autocast():
                 loss = self._summed_loss(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
                 loss = loss / (starts.size * length)
             total += loss if mine < len(starts) else 0

@@ -13,7 +13,7 @@ from cs336_basics.files import write_json
 
 from ..machine.files import write_whole
 from ..machine.garbage import gc_frozen
-from ..machine.hardware import environment
+from ..machine.hardware import environment, why_fp8_is_slow
 from ..parallel import comm
 from ..planner.accounting import num_parameters
 from .async_saver import AsyncSaver
@@ -140,6 +140,9 @@ class Run:
             f"model: {num_parameters(shape):,} parameters, {shape.num_layers} layers, on {where} in {train.precision}"
             f"{', compiled' if train.compile else ''}{', recorded' if train.cuda_graph else ''}"
         )
+        slow = why_fp8_is_slow(self.trainer.device, shape.d_model) if train.precision == "fp8" else ""
+        if slow:
+            logger.warning(f"train.precision is 'fp8', and bf16 is faster: {slow}")
         logger.info(
             f"training: steps {self.first_step} to {train.max_steps} of {train.batch_size} sequences of "
             f"{shape.context_length} tokens, from {len(self.data.train):,} tokens"

@@ -33,6 +33,17 @@ def test_a_model_too_large_for_a_cpu_is_an_oom_row_before_it_is_built(monkeypatc
         assert (row.status, row.error is not None and "to train this needs at least" in row.error) == ("oom", True)
 
 
+def test_fp8_is_measured_beside_bf16_but_not_with_the_peer() -> None:
+    given = {"precision": ("bf16", "fp8"), "steps": (2,), "size": ("quick",)}
+    configs = configurations(CASE, given, quick=True)
+    found = [(c.variant, c.precision) for c in configs]
+    assert found == [("cs336", "bf16"), ("cs336", "fp8"), ("hf_llama", "bf16")]
+    (row,) = CASE.measure(configs[1:2])
+    assert (row.status, row.config["precision"], row.config["run"]["train"]["precision"]) == ("ok", "fp8", "fp8")
+    with pytest.raises(ValueError, match=r"^precision is 'fp8': it must be fp32 or bf16 with variant hf_llama$"):
+        configurations(CASE, {"precision": ("fp8",), "variant": ("hf_llama",)}, quick=True)
+
+
 def test_only_cs336_graph_has_a_cuda_graph() -> None:
     graphs = {c.variant: c.run_config().train.cuda_graph for c in configurations(CASE, {"device": ("cpu",)})}
     assert graphs == {"cs336": False, "cs336_graph": True, "hf_llama": False}

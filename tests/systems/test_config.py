@@ -106,7 +106,7 @@ IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
     *_cases("train", "max_steps batch_size gradient_accumulation_steps validation_sequences", (0, -1, NAN), AT_LEAST_1),
     *_cases("train", "validation_interval", (-1, NAN), AT_LEAST_0),
     ("optimizer", "implementation", "sgd", "one of own, torch, torch_foreach, torch_fused, fused"),
-    ("train", "precision", "fp8", "one of fp32, bf16, fp16"),
+    ("train", "precision", "fp4", "one of fp32, bf16, fp16, fp8"),
     ("log", "wandb", "on", "one of off, offline, online"),
     *_cases("train", "max_grad_norm", (0.0, -1.0, NAN), ABOVE_0),
     *_cases("train", "max_minutes", (0.0, -1.0, NAN, INF), ABOVE_0),

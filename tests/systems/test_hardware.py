@@ -29,6 +29,7 @@ from cs336_systems.machine.hardware import (
     peak_flops,
     select_device,
     to_host,
+    why_fp8_is_slow,
     with_index,
 )
 from cs336_systems.training.optimizer import FusedAdamW
@@ -39,10 +40,11 @@ from tests import forked
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes PyTorch see GPUs with a name."""
 
-    def pretend(count: int, name: str = "NVIDIA H200", bf16: bool = True) -> None:
+    def pretend(count: int, name: str = "NVIDIA H200", bf16: bool = True, capability: tuple[int, int] = (9, 0)) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16 or including_emulation
@@ -271,6 +273,42 @@ def test_bf16_needs_a_gpu_that_computes_in_it(gpus: Any) -> None:
         check_precision(torch.device(device), precision)
     gpus(1)
     check_precision(torch.device("cuda"), "bf16")
+
+
+@pytest.mark.parametrize(
+    "device, name, bf16, capability, lacks",
+    [
+        ("cuda", "NVIDIA A100", True, (8, 0), "NVIDIA A100 has no FP8 .* 8.9; it must be bf16, fp16 or fp32 here"),
+        ("cuda", "RTX 3090", True, (8, 6), "RTX 3090 has no FP8 .* 8.9; it must be bf16, fp16 or fp32 here"),
+        ("cuda", "Tesla T4", False, (7, 5), "Tesla T4 has no bfloat16 arithmetic; it must be fp16 or fp32 here"),
+        ("mps", "", True, (0, 0), "mps has no FP8 .* 8.9; it must be bf16, fp16 or fp32 here"),
+        ("cuda", "L4", True, (8, 9), None),
+        ("cuda", "H100", True, (9, 0), None),
+        ("cpu", "", True, (0, 0), None),
+    ],
+)
+def test_fp8_needs_a_gpu_that_multiplies_in_it(
+    gpus: Any, device: str, name: str, bf16: bool, capability: tuple[int, int], lacks: str | None
+) -> None:
+    gpus(1, name, bf16, capability)
+    accepted = contextlib.nullcontext()
+    refused = pytest.raises(ValueError, match=rf"^train\.precision is 'fp8': {lacks}$")
+    with refused if lacks else accepted:
+        check_precision(torch.device(device), "fp8")
+
+
+def test_fp8_has_the_peak_of_bf16(gpus: Any) -> None:
+    gpus(1)
+    assert device_peak_flops(torch.device("cuda"), "fp8") == peak_flops("NVIDIA H200", "bf16")
+
+
+@pytest.mark.parametrize(
+    "device, d_model, why",
+    [("cuda", 768, "model.d_model is 768, and below 1,024"), ("cuda", 1024, ""), ("cpu", 4096, "a CPU rounds to FP8")],
+)
+def test_fp8_is_slow_where_rounding_costs_more_than_products_save(device: str, d_model: int, why: str) -> None:
+    found = why_fp8_is_slow(torch.device(device), d_model)
+    assert found.startswith(why) and bool(found) == bool(why)  # noqa: PT018
 
 
 # The environment stamp

@@ -56,8 +56,8 @@ class DDPBench(StepBench):
     """Tokens per sequence."""
     batch_size: int = swept(4, quick=2)
     """Sequences per process."""
-    precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", quick="fp32")
-    """Type of computation."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = swept("bf16", quick="fp32")
+    """Type of computation; fp8 as in training."""
     nccl_max_ctas: int | None = swept(None)
     """Thread blocks per GPU that NCCL may use for sending (default: NCCL's choice)."""
     device: str = swept("auto", quick="cpu")

@@ -2,8 +2,9 @@
 
 Both have torch.compile, AdamW in one kernel, float32 weights that are updated, and random tokens. Ours is
 `Trainer.train_steps` with everything it does in a real run: batches from tokens in memory, the gradient norm, clipping,
-and reading loss and norm. With precision bf16 its optimizer has the float32 weights, and the model 16-bit matrices. The
-peer is compiled as a whole, as its users do; it casts by autocast, and does without norm, clipping and wait.
+and reading loss and norm. With precision bf16 its optimizer has the float32 weights, and the model 16-bit matrices. fp8
+is bf16 with FP8 products in the blocks; its MFU is the share of bf16's peak. The peer is compiled as a whole, as its
+users do; it casts by autocast, and does without norm, clipping, wait and fp8.
 """
 
 import time
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ...config.checks import check_types, require_at_least
+from ...config.checks import check_types, require, require_at_least
 from ...config.run import RunConfig
 from ...machine.garbage import gc_frozen
 from ...machine.hardware import device_peak_flops, use_device
@@ -41,7 +42,7 @@ class TrainStepBench:
     """Tokens per sequence."""
     batch_size: int = swept(4)
     """Sequences per batch."""
-    precision: Literal["fp32", "bf16"] = swept("bf16", quick="fp32")
+    precision: Literal["fp32", "bf16", "fp8"] = swept("bf16", quick="fp32")
     """Type of computation; the weights that are updated are float32."""
     compile: bool = swept(True, quick=False)
     """Use torch.compile."""
@@ -59,13 +60,19 @@ class TrainStepBench:
         object.__setattr__(self, "device", self.workload().device)
 
     def workload(self) -> Workload:
-        names = ("size", "context_length", "batch_size", "precision", "compile", "device")
+        names = ("size", "context_length", "batch_size", "compile", "device")
         return Workload(**{name: getattr(self, name) for name in names}, attention="auto")
 
     def run_config(self) -> RunConfig:
         names = ("batch_size", "compile", "precision", "device")
         train = {name: getattr(self, name) for name in names}
         return random_run(self.workload().model_config, cuda_graph=self.variant == "cs336_graph", **train)
+
+
+def check(config: TrainStepBench) -> None:
+    """Raise ValueError for the peer in fp8."""
+    possible = config.variant != "hf_llama" or config.precision != "fp8"
+    require(possible, "precision", config.precision, "fp32 or bf16 with variant hf_llama")
 
 
 def hf_llama() -> Any:
@@ -102,7 +109,7 @@ def hf_llama_step(llama: Any, config: RunConfig, device: torch.device) -> Callab
     tokens = torch.randint(0, shape.vocab_size, (config.train.batch_size, shape.context_length), device=device)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision != "fp32"):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -162,6 +169,7 @@ CASE = Case(
     module=__name__,
     config=TrainStepBench,
     variant=lambda config: config.variant,
+    check=check,
     rows=each(measure),
     isolated=True,
     empty_caches=True,
