@@ -26,7 +26,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DTYPES["fp8"] = torch.bfloat16  # of everything but the inputs of products
 FP8_CAPABILITY = (8, 9)
 """The lowest compute capability with FP8 products."""
-FP8_PAYS_FROM = 1024
+FP8_PAYS_FROM = 1600
 """Width of the model from which on FP8 products save more time than rounding to FP8 takes."""
 
 # NVML's names for the reasons of a lowered GPU clock.
