@@ -191,7 +191,7 @@ def why_fp8_is_slow(device: torch.device, d_model: int) -> str:
     if device.type == "cpu":
         return "a CPU rounds to FP8, but does not multiply faster"
     if d_model < FP8_PAYS_FROM:
-        return f"model.d_model is {d_model}, and below {FP8_PAYS_FROM:,} rounding to FP8 costs more than products save"
+        return f"model.d_model is {d_model}, and below {FP8_PAYS_FROM:,} rounding to FP8 takes about the time that its products save"
     return ""
 
 
