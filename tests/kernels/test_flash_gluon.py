@@ -257,7 +257,7 @@ def test_the_interpreter_finds_missing_waits_between_heads(fault: str, monkeypat
 
 PASSED_OVER = {
     "keys never released": ("        mbarrier.arrive(k_empty.index(step % STAGES))\n        wait", "        wait"),
-    "no turn": ("        _wait_for_turn(turns, group, step - i)\n        _pass_turn(turns, group, GROUPS)\n\n", "\n"),
+    "values never released": ("        mbarrier.arrive(v_empty.index(step % STAGES))\n\n", "\n"),
 }
 
 

@@ -5,12 +5,13 @@ one warp loads the tiles of keys and values, and each of two or three groups of 
 with 64 queries of its own. A warpgroup starts the product with the next keys, then the product with the present values,
 and computes the exponentials of the next scores while the second product runs.
 
-The warpgroups take turns to start their products (FlashAttention-3's ping-pong): the products of one run while the
-others compute their exponentials. The last tile of keys comes first. For the tile of keys j, S(j) = q k^T and
-P(j) = exp2(S(j) - m); the P v that starts with S(j) is that of tile j + 1. Two warpgroups over time:
+The last tile of keys comes first. For the tile of keys j, S(j) = q k^T and P(j) = exp2(S(j) - m). One warpgroup over
+time, where a product runs beside what stands above or below it:
 
-    first group      start S(j), P v     P(j) ............     start S(j-1), P v     P(j-1) ..........
-    second group     P(j+1) ..........   start S(j), P v       P(j) ..............   start S(j-1), P v
+    products         S(j)      P(j+1) v ...........     S(j-1)      P(j) v ............
+    exponentials               P(j) ...............                 P(j-1) ............
+
+The other warpgroups do the same with their own queries, so the matrix units have work while one of them waits.
 
 Scores, probabilities and the output stay in registers; q, k and v are read from shared memory.
 
@@ -101,7 +102,7 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
     descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, band, TILES, HEADS = work
     q_, k_, v_, _ = descs
     q_buffers, k_buffers, v_buffers, _, tiles = buffers
-    tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
+    tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = bars
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
         b, h, _bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
@@ -140,27 +141,14 @@ def _start_output(p, acc, v_buffers, v_ready, step):
 
 
 @gluon.jit
-def _wait_for_turn(turns, group: gl.constexpr, n):
-    """Wait for this warpgroup's n-th turn to start products. The first warpgroup's turn 0 needs no wait."""
-    mbarrier.wait(turns.index(group), n & 1 ^ (group == 0))
-
-
-@gluon.jit
-def _pass_turn(turns, group: gl.constexpr, GROUPS: gl.constexpr):
-    mbarrier.arrive(turns.index((group + 1) % GROUPS))
-
-
-@gluon.jit
-def _pass_over(bars, group: gl.constexpr, lo, hi, i, GROUPS: gl.constexpr):
-    """The steps from lo to hi, whose keys only other warpgroups see: free the stages, pass on turn `step - i`."""
-    _, _, _, k_ready, k_empty, v_ready, v_empty, turns = bars
+def _pass_over(bars, lo, hi):
+    """The steps from lo to hi, whose keys only other warpgroups see: free the stages."""
+    _, _, _, k_ready, k_empty, v_ready, v_empty = bars
     for step in range(lo, hi):
         wait_ready(k_ready, step)
         mbarrier.arrive(k_empty.index(step % STAGES))
         wait_ready(v_ready, step)
         mbarrier.arrive(v_empty.index(step % STAGES))
-        _wait_for_turn(turns, group, step - i)
-        _pass_turn(turns, group, GROUPS)
 
 
 @gluon.jit
@@ -194,13 +182,11 @@ def _loop(
     p has the probabilities of tile j + 1, not yet multiplied with v.
     """
     _, k_buffers, v_buffers, _, _ = buffers
-    _, q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = bars
+    _, q_ready, _, k_ready, k_empty, v_ready, v_empty = bars
     for j in range(hi - 1, lo - 1, -1):
         step = base - 2 - j  # of tile j + 1
-        _wait_for_turn(turns, group, step - i)  # each of the i tiles before had one turn less than steps
         scores = _start_scores(q, k_buffers, k_ready, step + 1)
         output = _start_output(p, acc, v_buffers, v_ready, step)
-        _pass_turn(turns, group, GROUPS)
         s = warpgroup_mma_wait(1, [scores])
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, MASKED)
         if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
@@ -228,7 +214,7 @@ def _consumer(
     descs, buffers, bars, L, _, scale, H, N_q, N_k, band, TILES, HEADS = work
     o_ = descs[3]
     q_buffers, k_buffers, v_buffers, o_buffers, tiles = buffers
-    tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
+    tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = bars
     sc = scale * LOG2_E
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
     tile, i, start = gl.program_id(0), 0, 0
@@ -241,7 +227,7 @@ def _consumer(
         if BAND != "none":
             limit = first_key(first_row + gl.arange(0, _ROWS, _ROW), b, band, N_k, BAND)
         base = start + tile_end  # tile j of the keys has step base - 1 - j
-        _pass_over(bars, group, start, base - end, i, GROUPS)
+        _pass_over(bars, start, base - end)
         start = base - end
         mbarrier.wait(q_ready.index(group), i & 1)
         scores = _start_scores(q, k_buffers, k_ready, start)
@@ -266,7 +252,7 @@ def _consumer(
         output = _start_output(p, acc, v_buffers, v_ready, start - 1)
         acc = warpgroup_mma_wait(0, [output])
         mbarrier.arrive(v_empty.index((start - 1) % STAGES))
-        _pass_over(bars, group, start, base - tile_begin, i + 1, GROUPS)  # this tile's first step had no turn
+        _pass_over(bars, start, base - tile_begin)
         start = base - tile_begin
         rows = first_row + gl.arange(0, _ROWS, _ROW)
         gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
@@ -295,11 +281,10 @@ def forward_kernel(
     q_ready, q_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
     k_ready, k_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
     v_ready, v_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
-    turns = barriers(GROUPS, 1)
     fence_async_shared()
     descs = (q_, k_, v_, o_)
     buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tiles)
-    bars = (tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
+    bars = (tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     band = (DOCUMENT_STARTS, DOCUMENT_STARTS, WINDOW)  # the ends are not used
     work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, band, TILES, HEADS)
     if GROUPS == 3:
