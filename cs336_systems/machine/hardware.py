@@ -187,11 +187,11 @@ def check_precision(device: torch.device, precision: str) -> None:
 
 
 def why_fp8_is_slow(device: torch.device, d_model: int) -> str:
-    """Why FP8 products make a step of this width slower than bf16 on the device, or ""."""
+    """Why FP8 products make no step of this width faster than bf16 on the device, or ""."""
     if device.type == "cpu":
         return "a CPU rounds to FP8, but does not multiply faster"
     if d_model < FP8_PAYS_FROM:
-        return f"model.d_model is {d_model}, and below {FP8_PAYS_FROM:,} rounding to FP8 takes about the time that its products save"
+        return f"model.d_model is {d_model}, and below {FP8_PAYS_FROM:,} rounding to FP8 takes what its products save"
     return ""
 
 

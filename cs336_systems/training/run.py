@@ -142,7 +142,7 @@ class Run:
         )
         slow = why_fp8_is_slow(self.trainer.device, shape.d_model) if train.precision == "fp8" else ""
         if slow:
-            logger.warning(f"train.precision is 'fp8', and bf16 is faster: {slow}")
+            logger.warning(f"train.precision is 'fp8', which gains nothing here: {slow}")
         logger.info(
             f"training: steps {self.first_step} to {train.max_steps} of {train.batch_size} sequences of "
             f"{shape.context_length} tokens, from {len(self.data.train):,} tokens"

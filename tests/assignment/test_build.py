@@ -210,7 +210,9 @@ def test_rows_of_a_part_leave_boxes_with_commands(folder: str, monkeypatch: pyte
     assert ("NVIDIA H100" in document.summary) is (folder == "h100")
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.2, marks=pytest.mark.slow), 0.5, pytest.param(0.8, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_measurement_leaves_boxes_and_no_mistakes(share: float, made: Made) -> None:
     used = {str(source) for answers in made.document.sections.values() for a in answers for source in a.sources}
     figures, drawn = committed(), random.Random(0)

@@ -59,7 +59,7 @@ SHAPES: list[dict[str, Any]] = [
 BLOCKS = [
     *((kernel, precision, options) for kernel in KERNELS for precision in ("fp32", "bf16") for options in SHAPES
       if (kernel, options) != ("auto", SHAPES[-1])),  # on a CPU it keeps a mask
-    ("compiled auto", "fp32", SHAPES[0]),
+    pytest.param("compiled auto", "fp32", SHAPES[0], marks=pytest.mark.slow),
     ("compiled auto", "bf16", SHAPES[2]),
 ]  # fmt: skip
 

@@ -85,10 +85,10 @@ def test_prefetching_and_weights_that_stay_whole_change_no_bit(model: str) -> No
     "name, how",
     [
         ("fsdp", "aot_eager before"),
-        ("fsdp", "aot_eager checkpoint"),
         ("fsdp", "checkpoint"),
         ("fsdp_simple", "checkpoint"),
         pytest.param("fsdp", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("fsdp", "aot_eager checkpoint", marks=pytest.mark.slow),
         pytest.param("fsdp_simple", "aot_eager", marks=pytest.mark.slow),
         pytest.param("fsdp_simple", "aot_eager before", marks=pytest.mark.slow),
         pytest.param("fsdp_simple", "aot_eager checkpoint", marks=pytest.mark.slow),

@@ -310,7 +310,14 @@ RESUMABLE = ["own AdamW", "fused AdamW", "SGD momentum", "Adagrad", "groups", "m
 
 @pytest.mark.parametrize(
     "kind, sizes",
-    [(True, (2, 3)), (True, (3, 1)), (True, (2, None)), (True, (None, 3)), ("simple", (2, 3)), ("simple", (None, 3))],
+    [
+        (True, (2, 3)),
+        (True, (3, 1)),
+        (True, (2, None)),
+        (True, (None, 3)),
+        ("simple", (2, 3)),
+        pytest.param("simple", (None, 3), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_goes_on_at_another_world_size(kind: Kind, sizes: tuple[int | None, int | None]) -> None:

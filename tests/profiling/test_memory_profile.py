@@ -135,6 +135,7 @@ def test_a_snapshot_without_phases_is_drawn_by_lifetimes_and_says_so(tmp_path: P
     assert "| somebodys.pickle |" in rows_table([row])
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_forward_pass_keeps_nothing_and_a_backward_pass_leaves_gradients(tmp_path: Path) -> None:
     forward = profile(quick(tmp_path / "forward", mode="forward")).metrics
     assert list(forward["phase_peak_bytes"]) == ["forward"]
@@ -145,12 +146,14 @@ def test_a_forward_pass_keeps_nothing_and_a_backward_pass_leaves_gradients(tmp_p
     assert both["at_peak_bytes"]["activations"] > 5 * both["counted"]["residual_stream_bytes"]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_checkpointing_keeps_fewer_activations(tmp_path: Path) -> None:
     plain = profile(quick(tmp_path / "plain", context_length=128)).metrics
     saved = profile(quick(tmp_path / "saved", context_length=128, activation_checkpointing="block")).metrics
     assert saved["at_peak_bytes"]["activations"] < plain["at_peak_bytes"]["activations"] / 2
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_attentions_outputs_that_blocks_keep_are_activations(tmp_path: Path) -> None:
     how: Any = dict(context_length=128, attention="flash_torch")
     policies = ("block", "block_but_attention")
@@ -162,6 +165,7 @@ def test_attentions_outputs_that_blocks_keep_are_activations(tmp_path: Path) -> 
     assert kept == block | {"activations": block["activations"] + outputs}
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_without_warmup_the_optimizer_state_is_made_in_the_step(tmp_path: Path) -> None:
     metrics = profile(quick(tmp_path, warmup=0)).metrics
     parameters = metrics["counted"]["parameter_bytes"]

@@ -304,7 +304,11 @@ def test_fp8_has_the_peak_of_bf16(gpus: Any) -> None:
 
 @pytest.mark.parametrize(
     "device, d_model, why",
-    [("cuda", 1599, "model.d_model is 1599, and below 1,600"), ("cuda", 1600, ""), ("cpu", 4096, "a CPU rounds to FP8")],
+    [
+        ("cuda", 1599, "model.d_model is 1599, and below 1,600"),
+        ("cuda", 1600, ""),
+        ("cpu", 4096, "a CPU rounds to FP8"),
+    ],
 )
 def test_fp8_is_slow_where_rounding_costs_more_than_products_save(device: str, d_model: int, why: str) -> None:
     found = why_fp8_is_slow(torch.device(device), d_model)

@@ -188,7 +188,7 @@ def saving_process(folder: Path, first_step: int, elements: int) -> Iterator[tup
 
 
 def test_kill_9_at_any_moment_of_a_save_leaves_the_newest_finished_checkpoint_whole(tmp_path: Path) -> None:
-    kills, elements = 25, 200_000
+    kills, elements = 15, 200_000
     rng = random.Random(0)
     save_step(tmp_path, 1, elements)
     last_saved, typical_s, in_the_middle = 1, 0.03, 0

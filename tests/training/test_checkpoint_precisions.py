@@ -44,8 +44,8 @@ WAYS: dict[int, list[Way]] = {
         dict(precision="bf16", strategy="torch_fsdp"),
     ],
 }
-SOME = (0, 2, 5)
-"""How far behind each way those come from which it goes on: itself, and two others."""
+SOME = (0, 5)
+"""How far behind each way those come from which it goes on: itself, and one on another number of ranks."""
 OF_16_BITS = dict(precision="bf16", weight_dtype="bf16")
 """A run that keeps its weights in 16 bits: the others cast its state, so it is only a source."""
 

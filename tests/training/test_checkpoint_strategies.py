@@ -29,8 +29,8 @@ WAYS: dict[int, list[Way]] = {
     2: [("bucketed", False), ("bucketed", True), ("fsdp_simple", False), ("torch_fsdp", False)],
     3: [("fsdp", False), ("naive", "simple")],
 }
-SOME = (2, 5)
-"""How far behind each way two others come, so that weights and optimizers that are whole and sharded follow another."""
+SOME = (3,)
+"""How far behind each way another comes, so that weights and optimizers that are whole and sharded follow another."""
 
 
 def make(way: Way) -> tuple[Strategy, torch.optim.Optimizer]:
