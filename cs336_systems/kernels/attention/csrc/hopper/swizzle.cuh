@@ -19,13 +19,13 @@
 //
 // A product of A (M x K) and B (K x N) adds over K, 16 at a time. An operand can lie in its tile in two ways:
 //
-//   - The sum is over the tile's columns (`over_columns`; CUTLASS: K-major): q and k in the scores q k^T, where K is the
-//     head size. "Stride" is the distance of the next 8 rows, an atom; "leading" is not used. 16 columns are 32 bytes,
-//     so step s of a block begins 32 s bytes further, in the middle of an atom. This is right because the hardware
-//     changes the bits of the whole address.
+//   - The sum is over the tile's columns (`over_columns`; CUTLASS: K-major): q and k in the scores q k^T, where K is
+//     the head size. "Stride" is the distance of the next 8 rows, an atom; "leading" is not used. 16 columns are 32
+//     bytes, so step s of a block begins 32 s bytes further, in the middle of an atom. This is right because the
+//     hardware changes the bits of the whole address.
 //   - The sum is over the tile's rows (`over_rows`; CUTLASS: MN-major): v in the output p v, where K counts keys. The
-//     product is told that the operand is transposed. "Stride" is the distance of the next 8 rows, an atom; "leading" is
-//     the distance of the next 64 columns, a block. 16 rows are two atoms.
+//     product is told that the operand is transposed. "Stride" is the distance of the next 8 rows, an atom; "leading"
+//     is the distance of the next 64 columns, a block. 16 rows are two atoms.
 #pragma once
 
 #include "../instructions.cuh"
