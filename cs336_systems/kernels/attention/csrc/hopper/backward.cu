@@ -193,7 +193,7 @@ __device__ inline void compute(const Parameters& x, int group) {
             for (int n = 0; n < B::HALF / 16; n++)
                 multiply_registers<T, true>(c, a[n], b.over_rows(half * (B::HALF / 16) + n), true);
         };
-        // The warpgroup's block of dQ: 64 of 128 queries, or 64 of 128 columns.
+        // The warpgroup's square of dQ: 64 of 128 queries, or 64 of 128 columns.
         const auto start_dq = [&] {
             const typename B::Keys k{forget(B::k().address)};
             B::ds_full(step).wait(B::parity(step));

@@ -20,7 +20,7 @@ struct Backward {
     using Queries = SwizzledTile<QUERIES, HEAD>;  // and dO
     using Scores = SwizzledTile<TILE, QUERIES>;   // dS, transposed
     using Gradients = SwizzledTile<ROWS, HEAD>;   // dK or dV of a warpgroup
-    static constexpr int SUMS = 64 * 64;          // a block of dQ: a tile of queries has two, one for each warpgroup
+    static constexpr int SUMS = 64 * 64;          // a square of dQ: a tile of queries has two, one for each warpgroup
     static constexpr int SUMS_BYTES = SUMS * 4, INITIAL_BYTES = QUERIES * 4;
     static_assert(GROUPS * SUMS == QUERIES * HEAD);
     static_assert(Gradients::BYTES <= SUMS_BYTES);  // both go through the same memory
@@ -65,7 +65,7 @@ struct Parameters : Sizes32 {
     TensorMap q, k, v, d_o, dk, dv;
     const int* ends;  // (B, n_k): one more than the last query of each key's document; or null
     float* initial;   // (2, B, H, padded): -logsumexp / scale, -D; padded: n_q rounded up to whole tiles of queries
-    float* sums;      // dQ / scale in blocks: see sums.cuh
+    float* sums;      // dQ / scale in squares: see sums.cuh
     int* counter;     // tiles that blocks have taken, not counting each block's first
 
     // One more than the last query that sees a key, by the band alone.

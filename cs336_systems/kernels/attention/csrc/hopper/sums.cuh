@@ -82,12 +82,12 @@ __global__ void __launch_bounds__(128) hopper_finish_kernel(const __grid_constan
     const int batch = batch_head / x.heads, head = batch_head % x.heads;
     const auto four = reinterpret_cast<const float4*>(x.sums + x.padded_row<HEAD>(batch_head, tile) * HEAD);
     for (int i = threadIdx.x; i < B::QUERIES / 2 * HEAD / 8; i += 128) {
-        const int n = i % (HEAD / 8), pair = i / (HEAD / 8), block = pair / 32;
-        const int query = tile * B::QUERIES + block * 64 + pair % 32 / 8 * 16 + pair % 8;
+        const int n = i % (HEAD / 8), pair = i / (HEAD / 8), square = pair / 32;
+        const int query = tile * B::QUERIES + square * 64 + pair % 32 / 8 * 16 + pair % 8;
         Eight<T> eight[2];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            const float4 c = four[block * (HEAD / 64) * B::SUMS / 4 + n * 128 + pair % 32 * 4 + t];
+            const float4 c = four[square * (HEAD / 64) * B::SUMS / 4 + n * 128 + pair % 32 * 4 + t];
             eight[0].x[2 * t] = from_float<T>(c.x * x.scale), eight[0].x[2 * t + 1] = from_float<T>(c.y * x.scale);
             eight[1].x[2 * t] = from_float<T>(c.z * x.scale), eight[1].x[2 * t + 1] = from_float<T>(c.w * x.scale);
         }

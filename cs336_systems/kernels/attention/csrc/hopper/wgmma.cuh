@@ -26,8 +26,8 @@
 // error.
 //
 // Other waits: before a product reads a tile that TMA loads, wait for the tile's barrier. Before anything writes to a
-// tile, wait until the products that read it have finished. Before a product reads what threads wrote, each of these
-// executes fence_async() (tma.cuh).
+// tile, wait until the products that read it have finished. Before a product reads what threads wrote, these threads
+// execute fence_async() (tma.cuh).
 #pragma once
 
 #include "../instructions.cuh"
@@ -75,7 +75,7 @@ __device__ inline void operand(uint32_t (&a)[4], const float (&c)[N], int step) 
                  "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " " ACCUMULATORS ", " A                \
                  ", " B ", add, 1, 1, " A_TRANSPOSED ", " B_TRANSPOSED "; }"                                          \
                  : OPERANDS(c)                                                                                        \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(A_OVER_ROWS)),                \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(A_OVER_ROWS)),                    \
                    "n"(static_cast<int>(B_OVER_ROWS)))
 #define PRODUCT_OF_REGISTERS(N, TYPE, ACCUMULATORS, OPERANDS, A, B, ADD, B_TRANSPOSED)                                \
     asm volatile("{ .reg .pred add;\n"                                                                                \

@@ -13,7 +13,7 @@ struct Problem {
     int64_t blocks;          // one for each multiprocessor
 };
 
-// The same for a kernel, where all are 32-bit numbers, with the number of tiles.
+// The sizes for a kernel, as 32-bit numbers, with the number of tiles and the factor of the scores.
 struct Sizes32 {
     int heads, key_heads, n_q, n_k, head_size, is_causal, window, heads_together, tiles;
     float scale;
