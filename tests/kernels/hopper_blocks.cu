@@ -97,9 +97,9 @@ __global__ void __launch_bounds__(128, 1)
 #pragma unroll
     for (int d = 0; d < HEAD / 16; d++)
         if constexpr (FROM_REGISTERS)
-            multiply_registers<ELEMENT, false>(s, rows[d], y.along_columns(d), d > 0);
+            multiply_registers<ELEMENT, false>(s, rows[d], y.over_columns(d), d > 0);
         else
-            multiply_tiles<ELEMENT, false, false>(s, x.along_columns(d), y.along_columns(d), d > 0);
+            multiply_tiles<ELEMENT, false, false>(s, x.over_columns(d), y.over_columns(d), d > 0);
     commit_products();
     wait_for_products<0>();
     claim(s);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(128, 1)
     for (int n = 0; n < KEYS / 16; n++) operand<ELEMENT>(p[n], s, n);
     fence_registers();
 #pragma unroll
-    for (int n = 0; n < KEYS / 16; n++) multiply_registers<ELEMENT, true>(o, p[n], z.along_rows(n), n > 0);
+    for (int n = 0; n < KEYS / 16; n++) multiply_registers<ELEMENT, true>(o, p[n], z.over_rows(n), n > 0);
     commit_products();
     wait_for_products<0>();
     claim(o);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(128, 1)
     fence_registers();
 #pragma unroll
     for (int n = 0; n < KEYS / 16; n++)
-        multiply_tiles<ELEMENT, true, true>(o, x.along_rows(n), y.along_rows(n, column), n > 0);
+        multiply_tiles<ELEMENT, true, true>(o, x.over_rows(n), y.over_rows(n, column), n > 0);
     commit_products();
     wait_for_products<0>();
     claim(o);

@@ -24,6 +24,10 @@ from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelT
 
 DEVICE = "cuda"
 ROOT = Path(__file__).parents[2]
+WITHOUT = [
+    f"-D__CUDA_NO_{x}__" for x in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+]
+"""PyTorch adds these to every build."""
 LENGTHS = [(127, 127), (128, 128), (17, 1000), (1000, 127), (1000, 1000), (300, 555), (5, 0)]
 MORE_CASES = tuple(
     Case(n_q, n_k, d, leading=(2, 3), is_causal=is_causal)
@@ -97,8 +101,10 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 @pytest.mark.gpu
-def test_in_a_cuda_graph() -> None:
-    q, k, v, _ = qkv(140, 140, 64)
+@pytest.mark.parametrize("forced", ["ampere", ""])
+def test_in_a_cuda_graph(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CS336_FLASH_CUDA", forced)
+    q, k, v, _ = qkv(300, 300, 64)
     expected = flash_cuda(q, k, v, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -202,6 +208,18 @@ def test_deterministic_gradients_have_other_kernels(
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("capability", [(9, 0)], indirect=True, ids=str)
+def test_the_backward_pass_refuses_what_its_kernels_do_not_serve(capability: tuple[int, int]) -> None:
+    """The environment variable may change between the passes. Unchecked, fewer heads are written beyond their end."""
+    q, pair, name = on_cpu(), on_cpu(heads=2), "flash_cuda without its Hopper kernels"
+    for saved, message in (
+        (Saved(pair, q, q, pair, pair, True), f"k has 1 heads: {name} needs as many"),
+        (Saved(q, q, q, q, q, True, Band(3)), f"window is 3: {name} serves neither"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            module.backward(saved.q, saved, True, True)
+
+
 def refused(message: str, q: Tensor, k: Tensor | None = None, forced: str = "", **limits: Any) -> None:
     k = q if k is None else k
     with pytest.MonkeyPatch.context() as patch:
@@ -276,9 +294,6 @@ def test_compiles_for_sm_80_and_sm_90_without_spills(
 ) -> None:
     """A spilled register is kept in memory; one in an inner loop costs more than anything a kernel could gain by it."""
     architectures = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 90)]
-    # PyTorch adds these four to every build.
-    without = [f"-D__CUDA_NO_{x}__" for x in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")]
-    without.append("-D__CUDA_NO_BFLOAT16_CONVERSIONS__")
     options = [
         "-O3",
         "-std=c++17",
@@ -287,7 +302,7 @@ def test_compiles_for_sm_80_and_sm_90_without_spills(
         *flash_cuda_build.definitions(dtype, head_size, exact),
     ]
     files = ["-c", str(flash_cuda_build.SOURCES / f"{source}.cu"), "-o", str(tmp_path / "kernels.o")]
-    built = subprocess.run(["nvcc", *options, *architectures, *without, *files], capture_output=True, text=True)
+    built = subprocess.run(["nvcc", *options, *architectures, *WITHOUT, *files], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     spills = re.findall(r"(\d+) bytes spill stores", built.stderr)
     assert len(spills) == 2 * {"forward": 1, "backward": 3}[source]

@@ -179,8 +179,8 @@ BACKWARD_FAULTS: dict[str, tuple[Change, str]] = {
     "queries before their barrier": ((BACKWARD, "B::full(step).wait(B::parity(step));", ""),
                                      "shared memory read before"),
     "keys given back too early": (
-        (BACKWARD, "B::barrier(B::KV_FULL).wait(i & 1);",
-         "B::barrier(B::KV_FULL).wait(i & 1); release(B::barrier(B::KV_EMPTY));"),
+        (BACKWARD, "B::kv_full().wait(i & 1);",
+         "B::kv_full().wait(i & 1); release(B::kv_empty());"),
         "shared memory read before the barrier of its load",
     ),
     "dK written before TMA has added dQ": (

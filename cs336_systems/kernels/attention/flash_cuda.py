@@ -22,7 +22,7 @@ from .flash_torch import compiled_backward
 from .function import Saved, empty_outputs, flash_function
 
 KERNELS = {"hopper": flash_cuda_hopper, "ampere": flash_cuda_ampere}
-_MAX_LENGTH = 2**31 - 256  # positions are 32-bit numbers, and go up to two tiles beyond the last
+_MAX_LENGTH = 2**31 - 256  # positions are 32-bit numbers, and tiles reach beyond the last one
 
 
 def flash_cuda(
@@ -40,10 +40,10 @@ def flash_cuda(
     products follow `torch.get_float32_matmul_precision()`: at "highest" each is three TF32 products, as exact as
     float32.
 
-    On Hopper, 16-bit numbers with D up to 128 have kernels of their own. They alone serve windows, documents and fewer
-    heads in k and v than in q. They copy tensors that TMA cannot move. Their blocks add to dQ in any order, so its last
-    bits differ from run to run; with `torch.use_deterministic_algorithms(True)` other kernels compute the gradients.
-    The environment variable CS336_FLASH_CUDA, "hopper" or "ampere", forces one of the two sets of kernels.
+    On Hopper, 16-bit numbers with D up to 128 have kernels of their own. Only these serve windows, documents and fewer
+    heads in k and v than in q. They copy tensors that TMA, the copy engine, cannot move. They add to dQ in any order,
+    so its last bits differ from run to run. With `torch.use_deterministic_algorithms(True)` other kernels compute the
+    gradients. The environment variable CS336_FLASH_CUDA, "hopper" or "ampere", forces one of the two sets of kernels.
 
     Raises ValueError for arguments it does not accept and RuntimeError if the kernels cannot be compiled.
     """
@@ -72,15 +72,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, band: Band | None 
 
 def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; those that are not needed have no elements."""
-    compute = kernels_for(saved.q).backward
-    if compute is flash_cuda_hopper.backward and torch.are_deterministic_algorithms_enabled():
-        is_plain = saved.band is None and group_size(saved.q, saved.k) == 1
+    q, k, v, _, _, is_causal, band = saved
+    kernels = kernels_for(q)
+    kernels.check(q, k, v, is_causal, band)  # CS336_FLASH_CUDA may have changed since the forward pass
+    compute = kernels.backward
+    if kernels is flash_cuda_hopper and torch.are_deterministic_algorithms_enabled():
+        is_plain = band is None and group_size(q, k) == 1
         compute = flash_cuda_ampere.backward if is_plain else compiled_backward
     return compute(dO, saved, need_dq, need_dkv)
 
 
 def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
-    """What can be known without a GPU."""
+    """The checks that need no GPU."""
     dtypes, max_head_size = flash_cuda_ampere.DTYPES, flash_cuda_ampere.HEAD_SIZES[-1]
     check_qkv(q, k, v, is_causal, dtypes=dtypes, max_head_size=max_head_size)
     _check_lengths(q, k)

@@ -22,7 +22,7 @@ Launcher = Callable[..., bytes | None]
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of q's device. Raises ValueError if it is no GPU."""
+    """The compute capability of q's device. Raises ValueError if that is not a CUDA device."""
     if device.type != "cuda":
         raise ValueError(f"q is on {device}: flash_cuda needs it on a CUDA device")
     return torch.cuda.get_device_capability(device)
@@ -47,7 +47,10 @@ class View(ctypes.Structure):
 
 
 def compiled(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
-    """A library in PyTorch's folder of extensions, compiled if its sources are new."""
+    """A library in PyTorch's folder of extensions, compiled if its sources have changed.
+
+    Raises RuntimeError if nvcc or ninja is missing.
+    """
     from torch.utils import cpp_extension  # slow to import, and looks for the compiler
 
     if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
@@ -62,7 +65,7 @@ def compiled(name: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
 
 
 def functions_of(path: Path, parameters: Mapping[str, int]) -> Mapping[str, Launcher]:
-    """The functions of a compiled library, by name, with so many parameters each, all pointers."""
+    """The functions of a compiled library by name. `parameters` counts the parameters of each, all pointers."""
     library = ctypes.CDLL(str(path))
     for name, count in parameters.items():
         function = getattr(library, name)

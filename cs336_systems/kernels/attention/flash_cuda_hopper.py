@@ -1,11 +1,11 @@
 """FlashAttention for Hopper in CUDA C++, without a template library: the kernels of `csrc/hopper`.
 
-The sources, to be read in this order, each beginning with an explanation:
+The sources, in the order in which to read them. Each begins with an explanation:
 
   barriers.cuh    barriers that count bytes, and named barriers
-  tensor_map.cuh  tensors as TMA, the copy engine, knows them
+  tensor_map.cuh  how the host describes tensors to TMA, the copy engine
   tma.cuh         loads, stores and sums by TMA, and the fence that they need
-  swizzle.cuh     tiles in shared memory, and the descriptors by which matrix products read them
+  swizzle.cuh     tiles in shared memory, and the descriptors by which matrix products find them
   wgmma.cuh       matrix products of a warpgroup, in the background
   registers.cuh   registers moved from one warpgroup to another
   work.cuh        the problem, and its division into tiles
@@ -67,10 +67,10 @@ def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[T
     head_size = _built_for(q)
     tile = 8192 // head_size  # QUERIES of csrc/hopper/backward.cuh
     rows = q.shape[:-2].numel() * -(-q.shape[-2] // tile) * tile
-    starts, sums = (q.new_empty(rows * columns, dtype=torch.float32) for columns in (2, head_size))
+    initial, sums = (q.new_empty(rows * columns, dtype=torch.float32) for columns in (2, head_size))
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     problem = _problem(q, k, q, is_causal, band)
-    _call("hopper_backward", problem, q, k, v, o, dO, *written, logsumexp, ends, starts, sums, counter)
+    _call("hopper_backward", problem, q, k, v, o, dO, *written, logsumexp, ends, initial, sums, counter)
     for x, of_x in zip(gradients, written, strict=True):
         _copy_back(x, of_x)
     dq, dk, dv = gradients
@@ -78,7 +78,7 @@ def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[T
 
 
 def _problem(q: Tensor, k: Tensor, looped_over: Tensor, is_causal: bool, band: Band | None) -> "_Problem":
-    """looped_over: one of the two tensors that each block reads whole, of which the L2 cache should hold some heads."""
+    """looped_over: q or k, the one whose rows each block loops over. The L2 cache should hold some of its heads."""
     batch, heads, n_q, head_size = as_4d(q).shape
     key_heads, n_k = as_4d(k).shape[1:3]
     multiprocessors, cache = _card(q.device)

@@ -1,4 +1,4 @@
-// Tensors and sizes as Python hands them over: flash_cuda.py has the same structures.
+// Tensors and sizes as Python hands them over: `View` of flash_cuda_build.py, `_Sizes` of flash_cuda_ampere.py.
 #pragma once
 
 #include <cstdint>

@@ -34,7 +34,7 @@ struct Product {
     const uint32_t* a;
     uint64_t a_tile, b_tile;
     int n;
-    bool add, a_down_the_rows, b_down_the_rows, is_bfloat16;
+    bool add, a_over_rows, b_over_rows, is_bfloat16;
 };
 void fence_registers();
 void multiply(const Product& product);

@@ -20,14 +20,14 @@ float element(uint32_t address, bool is_bfloat16) {
 // f(address) for each 16 bytes of the operands in shared memory.
 template <typename F>
 void each_chunk(const Product& x, F f) {
-    const auto each = [&](uint64_t bits, bool down_the_rows, int n) {
+    const auto each = [&](uint64_t bits, bool over_rows, int n) {
         const Descriptor tile(bits);
-        for (int row = 0; row < (down_the_rows ? 16 : n); row++)
-            for (int column = 0; column < (down_the_rows ? n : 16); column += 8)
-                f(down_the_rows ? tile.down_the_rows(row, column) : tile.along_columns(row, column));
+        for (int row = 0; row < (over_rows ? 16 : n); row++)
+            for (int column = 0; column < (over_rows ? n : 16); column += 8)
+                f(over_rows ? tile.over_rows(row, column) : tile.over_columns(row, column));
     };
-    if (x.a == nullptr) each(x.a_tile, x.a_down_the_rows, 64);
-    each(x.b_tile, x.b_down_the_rows, x.n);
+    if (x.a == nullptr) each(x.a_tile, x.a_over_rows, 64);
+    each(x.b_tile, x.b_over_rows, x.n);
 }
 
 Sum* sum_of(Thread& thread, float* c) {
@@ -46,8 +46,8 @@ void finish(int group, Operation& x) {
         for (int column = 0; column < 16; column++) {
             if (first.a == nullptr) {
                 const Descriptor tile(first.a_tile);
-                a[row][column] = element(first.a_down_the_rows ? tile.down_the_rows(column, row)
-                                                               : tile.along_columns(row, column), is_bfloat16);
+                a[row][column] = element(first.a_over_rows ? tile.over_rows(column, row)
+                                                               : tile.over_columns(row, column), is_bfloat16);
             } else {
                 const int thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2, i = row % 16 / 8 + column / 8 * 2;
                 a[row][column] = half_of(x.a[thread][i], column % 2, is_bfloat16);
@@ -56,7 +56,7 @@ void finish(int group, Operation& x) {
     const Descriptor descriptor(first.b_tile);
     for (int k = 0; k < 16; k++)
         for (int n = 0; n < first.n; n++)
-            b[k][n] = element(first.b_down_the_rows ? descriptor.down_the_rows(k, n) : descriptor.along_columns(n, k),
+            b[k][n] = element(first.b_over_rows ? descriptor.over_rows(k, n) : descriptor.over_columns(n, k),
                               is_bfloat16);
     for (int t = 0; t < GROUP; t++) {
         const Product& part = x.parts[t];

@@ -220,10 +220,10 @@ struct Descriptor {
         if (bits >> 49 & 7) fail("a descriptor with an offset of its base", static_cast<long>(bits >> 49 & 7));
     }
     static uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
-    uint32_t along_columns(int row, int column) const {
+    uint32_t over_columns(int row, int column) const {
         return swizzled(start + row / 8 * stride + row % 8 * 128 + column * 2);
     }
-    uint32_t down_the_rows(int row, int column) const {
+    uint32_t over_rows(int row, int column) const {
         return swizzled(start + row / 8 * stride + row % 8 * 128 + column / 64 * leading + column % 64 * 2);
     }
 };

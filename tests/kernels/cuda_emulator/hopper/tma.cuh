@@ -5,7 +5,6 @@
 #include "tensor_map.cuh"
 
 inline void fence_async() { emulator::fence_async(); }
-inline void prefetch(const TensorMap&) {}
 
 inline void load_tile(uint32_t to, const TensorMap& map, Barrier barrier, int batch, int head, int row, int column) {
     emulator::load_tile(to, map, barrier.address, batch, head, row, column);

@@ -4,29 +4,29 @@
 //
 //     S = Q K^T      dP = dO V^T      dV += P^T dO      dK += dS^T Q      dQ += dS K
 //
-// A tile has TILE keys, and each of two warpgroups ROWS of them: it computes S and dP transposed, a row for each of its
-// keys, so that P and dS are, in registers, the left operands of dV and dK, which stay in registers too. Tiles of
-// QUERIES queries come by. dQ needs the dS of all keys: the warpgroups exchange it in shared memory, each computes half
-// of the tile's dQ, 64 x 64 numbers, and TMA adds it to sums in global memory, in float32. Blocks add in any order, so
-// the last bits of dQ differ from run to run.
+// A tile has TILE keys, and each of two warpgroups has ROWS of them. A warpgroup computes S and dP transposed, a row
+// for each of its keys. So P and dS are in registers where products need them, as left operands of dV and dK, which
+// stay in registers too. Tiles of QUERIES queries come by. dQ needs the dS of all keys. The warpgroups exchange dS in
+// shared memory, and each computes half of the tile's dQ, 64 x 64 numbers. TMA adds it to sums in global memory, in
+// float32. Blocks add in any order, so the last bits of dQ differ from run to run.
 //
-// Two things hide the waits, as in our Gluon kernel. dQ is one tile of queries late: when its product starts, the dS of
-// the other warpgroup came long ago. And S and dP start from -logsumexp and -D instead of zero. A turn of `walk`, with
-// dQ' of the tile before:
+// dQ is one tile of queries late, as in our Gluon kernel: when its product starts, the other warpgroup has long written
+// its dS. S and dP begin with -logsumexp / scale and -D instead of zero, so nothing has to be subtracted afterwards. An
+// iteration of `walk`, where dQ' is that of the tile before:
 //
 //     products    S, dP ........ | dV ...... | dQ', dK .....................
 //     threads     (wait for S)   | P         | dS = P dP    store and add dQ'
 //
-// That is for HEAD = 128. For HEAD = 64 the same instructions do half of the work, and waits weigh more. Registers and
-// shared memory have room for tiles twice as long, in halves a and b: `walk_in_halves` computes P of one half beside
-// products of the other. It keeps K in registers, so that S reads a third less of shared memory. With HEAD = 128
-// neither fits, so there are two loops:
+// That is for HEAD = 128. For HEAD = 64 the same instructions do half of the work, and waits weigh more. But registers
+// and shared memory have room for tiles of twice as many queries, in halves a and b: `walk_in_halves` computes P of one
+// half beside products of the other. They also have room for K in registers, so that S reads less of shared memory. An
+// iteration of `walk_in_halves`:
 //
 //     products    S a, dP a .... | dV a, dK a, S b, dP b, dQ' | dV b, dK b .....
 //     threads     (wait for S a) | P a, dS a    P b, dS b     | store dQ'; TMA adds it beside S a of the next tile
 //
-// Three kernels: `prepare` makes the starts and clears the sums, `gradients` is the walk, `finish` scales and rounds
-// dQ. The first and the last are in sums.cuh.
+// Three kernels: `prepare` computes -logsumexp / scale and -D and clears the sums, `gradients` is the walk, `finish`
+// scales and rounds dQ. The first and the last are in sums.cuh.
 #include "sums.cuh"
 
 namespace {
@@ -38,10 +38,10 @@ struct Place {
 
     __device__ Place(const Parameters& x, int tile) {
         constexpr int TILE = Backward<HEAD>::TILE, QUERIES = Backward<HEAD>::QUERIES;
-        const TileOf of(x, tile, blocks_of(x.n_k, TILE));
-        batch = of.head / x.key_heads, key_head = of.head % x.key_heads;
-        key0 = of.block * TILE;  // causal: the longest first
-        end = blocks_of(min(x.n_q, x.after_query(batch, key0 + TILE - 1)), QUERIES);
+        const HeadAndIndex at(x, tile, ceil_div(x.n_k, TILE));
+        batch = at.head / x.key_heads, key_head = at.head % x.key_heads;
+        key0 = at.index * TILE;  // causal: the longest first
+        end = ceil_div(min(x.n_q, x.after_query(batch, key0 + TILE - 1)), QUERIES);
         begin = x.is_causal ? min(key0 / QUERIES, end) : 0;
     }
 };
@@ -50,32 +50,32 @@ struct Place {
 template <int HEAD>
 __device__ inline void load(const Parameters& x) {
     using B = Backward<HEAD>;
-    const int group = x.heads / x.key_heads;
-    const int64_t to_dp = x.first_start<HEAD>(x.tiles / blocks_of(x.n_k, B::TILE) * group, 0);
+    const int group_size = x.heads / x.key_heads;  // heads of q for each head of k and v
+    const int64_t to_dp = x.padded_row<HEAD>(x.tiles / ceil_div(x.n_k, B::TILE) * group_size, 0);
     int step = 0;
     for (int tile = blockIdx.x, i = 0; tile < x.tiles; i++) {
         const Place<HEAD> place(x, tile);
-        const Barrier kv_full = B::barrier(B::KV_FULL);
-        B::barrier(B::KV_EMPTY).wait(i & 1 ^ 1);
-        kv_full.expect(2 * B::Keys::BYTES);
+        B::kv_empty().wait(i & 1 ^ 1);
+        B::kv_full().expect(2 * B::Keys::BYTES);
         for (int c = 0; c < HEAD / 64; c++) {
-            load_tile(B::k().block(c), x.k, kv_full, place.batch, place.key_head, place.key0, c * 64);
-            load_tile(B::v().block(c), x.v, kv_full, place.batch, place.key_head, place.key0, c * 64);
+            load_tile(B::k().block(c), x.k, B::kv_full(), place.batch, place.key_head, place.key0, c * 64);
+            load_tile(B::v().block(c), x.v, B::kv_full(), place.batch, place.key_head, place.key0, c * 64);
         }
-        for (int head = place.key_head * group; head < (place.key_head + 1) * group; head++)
+        for (int head = place.key_head * group_size; head < (place.key_head + 1) * group_size; head++)
             for (int t = place.begin; t < place.end; t++, step++) {
                 const Barrier full = B::full(step);
                 B::empty(step).wait(B::parity(step) ^ 1);
-                full.expect(2 * (B::Queries::BYTES + B::STARTS_BYTES));
+                full.expect(2 * (B::Queries::BYTES + B::INITIAL_BYTES));
                 for (int c = 0; c < HEAD / 64; c++) {
                     load_tile(B::q(step).block(c), x.q, full, place.batch, head, t * B::QUERIES, c * 64);
                     load_tile(B::d_o(step).block(c), x.d_o, full, place.batch, head, t * B::QUERIES, c * 64);
                 }
-                const float* starts = x.starts + x.first_start<HEAD>(place.batch * x.heads + head, t);
-                load_bytes(B::s_starts(step), starts, B::STARTS_BYTES, full);
-                load_bytes(B::dp_starts(step), starts + to_dp, B::STARTS_BYTES, full);
+                const float* initial = x.initial + x.padded_row<HEAD>(place.batch * x.heads + head, t);
+                load_bytes(B::s_initial(step), initial, B::INITIAL_BYTES, full);
+                load_bytes(B::dp_initial(step), initial + to_dp, B::INITIAL_BYTES, full);
             }
-        // The place for the number is free: the warpgroups read the one before the last, then gave back k and v.
+        // The place for the number is free: the warpgroups read the one it held before they computed tile i - 1, and
+        // have given back that tile's k and v.
         tile = gridDim.x + atomicAdd(x.counter, 1);
         *shared_pointer<int>(B::next_tile(i)) = tile;
         B::next_ready(i).arrive();
@@ -89,11 +89,11 @@ __device__ inline void compute(const Parameters& x, int group) {
     const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
     const bool is_first = thread == 0;
     const float scale_log2 = x.scale * LOG2_E;
-    const int row = group * B::ROWS + 16 * warp + lane / 4;  // of the tile: this thread's keys are row and row + 8
+    const int row = group * B::ROWS + 16 * warp + lane / 4;  // in the tile: this thread's keys are row and row + 8
     const auto release = [&](Barrier empty) {
-        if (lane == 0) empty.arrive();  // for the warp
+        if (lane == 0) empty.arrive();  // for the whole warp
     };
-    // The dS that a step reads is that of the step before. Step 0 reads zeros, and its dQ' is not used.
+    // Each step reads the dS that the step before has written. Step 0 reads zeros, and its dQ' is not used.
     const auto store_ds = [&](int reader, int half, const uint32_t (&ds)[B::HALF / 16][4]) {
 #pragma unroll
         for (int n = 0; n < B::HALF / 16; n++)
@@ -111,8 +111,8 @@ __device__ inline void compute(const Parameters& x, int group) {
     int step = 0;
     for (int tile = blockIdx.x, i = 0; tile < x.tiles; i++) {
         const Place<HEAD> place(x, tile);
-        // This thread's keys h = 0, 1 are seen by the queries from[h] to before until[h], and all of the warpgroup's by
-        // those from from_all to before until_all.
+        // This thread's keys h = 0, 1 are seen by the queries from[h] to before until[h]. All keys of the warpgroup are
+        // seen by the queries from_all to before until_all.
         int from[2], until[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -131,11 +131,11 @@ __device__ inline void compute(const Parameters& x, int group) {
         uint32_t k_rows[HEAD / 16][4];  // K of the warpgroup as operands, for HEAD = 64
         uint32_t p[B::HALF / 16][4], ds[B::HALF / 16][4];
 
-        // Sums for 64 keys and 64 queries that begin with a number for each query.
-        const auto begin_with = [&](float(&c)[B::HALF / 2], uint32_t starts) {
+        // Accumulators for 64 keys and 64 queries begin with a number for each query.
+        const auto begin_with = [&](float(&c)[B::HALF / 2], uint32_t initial) {
 #pragma unroll
             for (int n = 0; n < B::HALF / 8; n++) {
-                const float2 pair = *shared_pointer<float2>(starts + (8 * n + lane % 4 * 2) * 4);
+                const float2 pair = *shared_pointer<float2>(initial + (8 * n + lane % 4 * 2) * 4);
                 c[4 * n] = c[4 * n + 2] = pair.x;
                 c[4 * n + 1] = c[4 * n + 3] = pair.y;
             }
@@ -144,24 +144,24 @@ __device__ inline void compute(const Parameters& x, int group) {
         const auto start_scores = [&](int half) {
             const typename B::Keys k{forget(B::k().address)}, v{forget(B::v().address)};
             const int query = half * B::HALF;
-            begin_with(s, B::s_starts(step) + query * 4);
-            begin_with(dp, B::dp_starts(step) + query * 4);
+            begin_with(s, B::s_initial(step) + query * 4);
+            begin_with(dp, B::dp_initial(step) + query * 4);
             claim(s), claim(dp);  // the numbers are there before the fence
             fence_registers();
 #pragma unroll
             for (int d = 0; d < HEAD / 16; d++) {
-                const uint64_t q = B::q(step).along_columns(d, query);
+                const uint64_t q = B::q(step).over_columns(d, query);
                 if constexpr (HEAD == 64)
                     multiply_registers<T, false>(s, k_rows[d], q, true);
                 else
-                    multiply_tiles<T, false, false>(s, k.along_columns(d, group * B::ROWS), q, true);
+                    multiply_tiles<T, false, false>(s, k.over_columns(d, group * B::ROWS), q, true);
             }
             commit_products();
             fence_registers();
 #pragma unroll
             for (int d = 0; d < HEAD / 16; d++)
-                multiply_tiles<T, false, false>(dp, v.along_columns(d, group * B::ROWS),
-                                                B::d_o(step).along_columns(d, query), true);
+                multiply_tiles<T, false, false>(dp, v.over_columns(d, group * B::ROWS),
+                                                B::d_o(step).over_columns(d, query), true);
             commit_products();
         };
         const auto make_p = [&](int query0) {
@@ -191,17 +191,17 @@ __device__ inline void compute(const Parameters& x, int group) {
                                      int half) {
 #pragma unroll
             for (int n = 0; n < B::HALF / 16; n++)
-                multiply_registers<T, true>(c, a[n], b.along_rows(half * (B::HALF / 16) + n), true);
+                multiply_registers<T, true>(c, a[n], b.over_rows(half * (B::HALF / 16) + n), true);
         };
-        // The warpgroup's block of dQ: 64 of 128 queries, or 64 of 128 columns.
+        // The warpgroup's square of dQ: 64 of 128 queries, or 64 of 128 columns.
         const auto start_dq = [&] {
             const typename B::Keys k{forget(B::k().address)};
             B::ds_full(step).wait(B::parity(step));
             fence_registers();
 #pragma unroll
             for (int n = 0; n < B::TILE / 16; n++)
-                multiply_tiles<T, true, true>(dq, B::ds(step).along_rows(n, HEAD == 64 ? group * 64 : 0),
-                                              k.along_rows(n, HEAD == 64 ? 0 : group * 64), n > 0);
+                multiply_tiles<T, true, true>(dq, B::ds(step).over_rows(n, HEAD == 64 ? group * 64 : 0),
+                                              k.over_rows(n, HEAD == 64 ? 0 : group * 64), n > 0);
             commit_products();
         };
         const auto store_dq = [&] {
@@ -217,7 +217,7 @@ __device__ inline void compute(const Parameters& x, int group) {
             fence_async();
             meet(B::own(group), 128);
             if (is_first) {
-                const int64_t first = x.first_start<HEAD>(batch_head, t) * HEAD;
+                const int64_t first = x.padded_row<HEAD>(batch_head, t) * HEAD;
                 add_to_global(x.sums + first + group * B::SUMS, B::sums(group), B::SUMS_BYTES);
                 commit_stores();
             }
@@ -292,15 +292,15 @@ __device__ inline void compute(const Parameters& x, int group) {
             }
         };
 
-        B::barrier(B::KV_FULL).wait(i & 1);
+        B::kv_full().wait(i & 1);
         if constexpr (HEAD == 64) {
             const typename B::Keys k{forget(B::k().address)};
 #pragma unroll
             for (int d = 0; d < HEAD / 16; d++) k.read_operand(k_rows[d], d, group * B::ROWS);
-            __syncwarp();  // no lane reads K any more when the first one gives it back
+            __syncwarp();  // all lanes have read K before the first one gives it back
         }
-        const int heads = x.heads / x.key_heads;
-        for (int head = place.key_head * heads; head < (place.key_head + 1) * heads; head++) {
+        const int group_size = x.heads / x.key_heads;  // heads of q for each head of k and v
+        for (int head = place.key_head * group_size; head < (place.key_head + 1) * group_size; head++) {
             const int batch_head = place.batch * x.heads + head;
             if constexpr (B::HALVES == 1)
                 walk(batch_head);
@@ -313,7 +313,7 @@ __device__ inline void compute(const Parameters& x, int group) {
             store_dq();
             add_dq(batch_head, place.end - 1);
         }
-        release(B::barrier(B::KV_EMPTY));
+        release(B::kv_empty());
 
         const auto store = [&](const TensorMap& map, const float(&c)[HEAD / 2], float factor) {
             const typename B::Gradients to{B::sums(group)};
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS, 1)
     hopper_gradients_kernel(const __grid_constant__ Parameters parameters) {
     using B = Backward<HEAD>;
     if (threadIdx.x == 0) {
-        B::barrier(B::KV_FULL).initialise(1), B::barrier(B::KV_EMPTY).initialise(4 * B::GROUPS);
+        B::kv_full().initialise(1), B::kv_empty().initialise(4 * B::GROUPS);
         for (int i = 0; i < B::STAGES; i++) {
             B::full(i).initialise(1), B::empty(i).initialise(4 * B::GROUPS);
             B::ds_full(i).initialise(4 * B::GROUPS), B::ds_empty(i).initialise(4 * B::GROUPS);
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS, 1)
         fence_async();
     }
     __syncthreads();
-    const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so that the compiler knows it is one for a warp
+    const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so the compiler knows: the same in a whole warp
     if (group == B::GROUPS) {
         give_registers<B::LOADING_REGISTERS>();
         if (threadIdx.x % 128 == 0) load<HEAD>(parameters);
@@ -370,10 +370,10 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS, 1)
 }  // namespace
 
 // o, d_o and dq have q's sizes, dk and dv those of k; rows of all begin at multiples of 16 bytes. logsumexp is (B, H,
-// n_q), ends is (B, n_k) or null, starts and sums are as in Parameters. Returns null or an error message.
+// n_q), ends is (B, n_k) or null, initial and sums are as in Parameters. Returns null or an error message.
 extern "C" const char* hopper_backward(const Problem* problem, const View* q, const View* k, const View* v,
                                        const View* o, const View* d_o, const View* dq, const View* dk, const View* dv,
-                                       const float* logsumexp, const int* ends, float* starts, float* sums,
+                                       const float* logsumexp, const int* ends, float* initial, float* sums,
                                        int* counter, void* stream) {
     using B = Backward<HEAD_SIZE>;
     const Problem& p = *problem;
@@ -391,7 +391,7 @@ extern "C" const char* hopper_backward(const Problem* problem, const View* q, co
     if (error == nullptr) error = map(x.dk, dk, p.key_heads, p.n_k, B::ROWS);
     if (error == nullptr) error = map(x.dv, dv, p.key_heads, p.n_k, B::ROWS);
     if (error != nullptr) return error;
-    x.ends = ends, x.starts = starts, x.sums = sums, x.counter = counter;
+    x.ends = ends, x.initial = initial, x.sums = sums, x.counter = counter;
     error = launch(hopper_prepare_kernel<ELEMENT, HEAD_SIZE>, rows, 128, 0, stream, x, *o, *d_o, logsumexp);
     if (error == nullptr)
         error = launch(hopper_gradients_kernel<ELEMENT, HEAD_SIZE>, tiles < p.blocks ? tiles : p.blocks, B::THREADS,

@@ -7,7 +7,7 @@
 //
 // A wait names a phase by its parity: wait(p) returns once the latest phase of parity p is complete. With phases
 // counted from 0, the n-th has parity n & 1. A barrier that has completed no phase yet counts the one "before the
-// first", of parity 1, as complete: wait(1) returns at once. So the loading warp needs no special case for the first
+// first", of parity 1, as complete: wait(1) returns at once. So the loading thread needs no special case for the first
 // use of an empty buffer.
 //
 // A ring of STAGES buffers has two barriers for each of them:
@@ -20,7 +20,7 @@
 //     full: wait for parity 0         0         1         1         0            step / STAGES & 1
 //     empty: wait for       1         1         0         0         1            the same, ^ 1: the use before
 //
-// An arrival releases and a wait acquires: what a thread wrote or read before its arrival has happened for whom waits.
+// An arrival releases and a wait acquires: reads and writes before the arrival are complete for threads that waited.
 // Bytes that TMA wrote are visible to all threads that have waited for the barrier, and to their matrix products.
 //
 // A named barrier (PTX: bar.sync, bar.arrive) is one of sixteen in hardware, 0 being __syncthreads(). `threads` of them

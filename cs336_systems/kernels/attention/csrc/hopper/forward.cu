@@ -1,25 +1,26 @@
 // FlashAttention for Hopper, forward pass: O and the logsumexp, as in FlashAttention-3 (Shah et al. 2024).
 //
-// A block has one warp that loads and two or three warpgroups (four warps each) that compute. There are as many blocks
-// as multiprocessors. Each takes tile after tile of queries, from a counter in memory; those with most keys come first.
+// A block has a thread that loads and two or three warpgroups (four warps each) that compute. There are as many blocks
+// as multiprocessors. Each takes tile after tile of queries, from a counter in memory. Tiles with most keys come first.
 // A warpgroup has ROWS queries of the tile and walks over KEYS keys at a time, the last ones first:
 //
 //     S = q k^T                          q and k from shared memory, S in registers
-//     P = exp2(scale S - m)              m: the largest score of the row so far
-//     O = O exp2(m before - m) + P v     P and O in registers, v from shared memory
+//     P = exp2(scale S - m)              m: the largest scale S of the row so far; scale: log2(e) / sqrt(D)
+//     O = O exp2(old m - m) + P v        P and O in registers, v from shared memory
 //
 // Products run in the background (wgmma.cuh). A warpgroup starts S for the next keys and then O += P v for the present
-// ones, and computes the next P while the second runs. And the warpgroups take turns to start: while the products of
-// one run, the others compute exponentials. Here of two warpgroups, with keys j = 3, 2, 1, ...:
+// ones, and computes the next P while the second product runs. The warpgroups take turns to start: while the products
+// of one run, the others compute exponentials. Here are two warpgroups, with tiles of keys j = 3, 2, 1, ...:
 //
 //     first      start S(2), O += P(3) v    P(2) .................    start S(1), O += P(2) v    P(1) ........
 //     second     P(3) ..................    start S(2), O += P(3) v   P(2) ..................    start S(1), ...
 //
-// The loading warp (TMA, tma.cuh) is ahead by up to STAGES tiles of keys and of values, and by a tile of queries while
-// the last ones of the tile before are computed and stored.
+// The loading thread (TMA, tma.cuh) is ahead by up to STAGES tiles of keys and of values. It brings the next tile's
+// queries while a warpgroup finishes and stores its O.
 //
-// Masks: queries are a multiple of 64, so a warpgroup sees all keys of a tile, or none, or the tile is its last or is
-// cut by the band (window and documents: contract.py). `first` and `last` say which keys a row sees.
+// Masks: a warpgroup's queries begin at a multiple of ROWS, which divides KEYS. So the causal mask and the end of the
+// keys cut only its last tile of keys. A band (window and documents: contract.py) can cut any. A row sees the keys from
+// `first` to `last`.
 #include "registers.cuh"
 #include "swizzle.cuh"
 #include "tma.cuh"
@@ -42,7 +43,8 @@ struct Forward {
     using Queries = SwizzledTile<ROWS, HEAD>;  // of one warpgroup; O has the same shape
     using Keys = SwizzledTile<KEYS, HEAD>;     // and values
 
-    // The barriers: for each warpgroup one pair, for each stage of keys and values one pair, two for the next tile.
+    // The barriers: a pair for each warpgroup's queries, a pair for each stage of keys and of values, two for the next
+    // tile.
     static constexpr int Q = 0, K = 2 * GROUPS, V = K + 2 * STAGES, NEXT = V + 2 * STAGES, BARRIERS = NEXT + 2;
     static constexpr int SHARED_BYTES =
         2 * GROUPS * Queries::BYTES + 2 * STAGES * Keys::BYTES + BARRIERS * Barrier::BYTES + 2 * sizeof(int);
@@ -67,7 +69,7 @@ struct Forward {
     __device__ static Barrier next_ready(int i) { return barrier(NEXT + i % 2); }
     __device__ static int parity(int step) { return step / STAGES & 1; }
 
-    // The named barriers.
+    // The named barriers: a warpgroup's turn, and a meeting of its own four warps.
     __device__ static int turn_of(int group) { return 1 + group % GROUPS; }
     __device__ static int own(int group) { return 1 + GROUPS + group; }
 };
@@ -76,9 +78,9 @@ struct Parameters : Sizes32 {
     TensorMap q, k, v, o;
     float* logsumexp;   // (B, H, n_q)
     const int* starts;  // (B, n_q): the first key of each query's document; or null
-    int* counter;       // tiles that were taken, not counting each block's first
+    int* counter;       // tiles that blocks have taken, not counting each block's first
 
-    // The first key that a query sees, as far as the band goes.
+    // The first key that a query sees, by the band alone.
     __device__ int first_key(int batch, int query) const {
         query = min(query, n_q - 1);
         const int in_window = max(query - window + 1, 0);
@@ -96,13 +98,13 @@ struct Place {
 
     __device__ Place(const Parameters& x, int tile) {
         constexpr int TILE = Forward<HEAD>::TILE, KEYS = Forward<HEAD>::KEYS;
-        const int blocks = blocks_of(x.n_q, TILE);
-        const TileOf of(x, tile, blocks);
-        batch = of.head / x.heads, head = of.head % x.heads;
+        const int tiles_per_head = ceil_div(x.n_q, TILE);
+        const HeadAndIndex at(x, tile, tiles_per_head);
+        batch = at.head / x.heads, head = at.head % x.heads;
         key_head = head / (x.heads / x.key_heads);
-        query0 = (blocks - 1 - of.block) * TILE;  // causal: the longest first
+        query0 = (tiles_per_head - 1 - at.index) * TILE;  // causal: the longest first
         begin = x.first_key(batch, query0) / KEYS;
-        end = blocks_of(x.end_of_keys(query0 + TILE), KEYS);
+        end = ceil_div(x.end_of_keys(query0 + TILE), KEYS);
     }
 };
 
@@ -137,7 +139,8 @@ __device__ inline void load(const Parameters& x) {
                 load_keys(x.v, F::v(before), F::v_full(before), F::v_empty(before), before, place, place.end - s);
         }
         step += steps;
-        // The place for the number is free: the warpgroups read the one before the last, then gave back q.
+        // The place for the number is free: the warpgroups read the one it held before they computed tile i - 1, and
+        // have given back that tile's q.
         tile = gridDim.x + atomicAdd(x.counter, 1);
         *shared_pointer<int>(F::next_tile(i)) = tile;
         F::next_ready(i).arrive();
@@ -152,7 +155,7 @@ __device__ inline void compute(const Parameters& x, int group) {
     const bool is_first = threadIdx.x % 128 == 0;
     const float scale_log2 = x.scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s), and 2^x is one instruction
     const auto release = [&](Barrier empty) {
-        if (lane == 0) empty.arrive();  // for the warp
+        if (lane == 0) empty.arrive();  // for the whole warp
     };
     const auto wait_for_turn = [&] { meet(F::turn_of(group), 256); };
     const auto pass_turn = [&] { arrive(F::turn_of(group + 1), 256); };
@@ -163,11 +166,11 @@ __device__ inline void compute(const Parameters& x, int group) {
         const Place<HEAD> place(x, tile);
         const int query0 = place.query0 + group * F::ROWS, row = query0 + 16 * warp + lane / 4;
 
-        // The warpgroup's tiles of keys are from begin to before end. The rows see all keys of those from `whole` on,
-        // but the last. This thread's rows h = 0, 1 see the keys first[h] to last[h].
+        // The warpgroup's tiles of keys are from begin to before end. All its rows see all keys of the tiles from
+        // `whole` on, except for the last tile. This thread's rows h = 0, 1 see the keys first[h] to last[h].
         const int begin = x.first_key(place.batch, query0) / F::KEYS;
-        const int end = blocks_of(x.end_of_keys(query0 + F::ROWS), F::KEYS);
-        const int whole = min(blocks_of(x.first_key(place.batch, query0 + F::ROWS - 1), F::KEYS), end - 1);
+        const int end = ceil_div(x.end_of_keys(query0 + F::ROWS), F::KEYS);
+        const int whole = min(ceil_div(x.first_key(place.batch, query0 + F::ROWS - 1), F::KEYS), end - 1);
         int first[2], last[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -186,15 +189,15 @@ __device__ inline void compute(const Parameters& x, int group) {
             fence_registers();
 #pragma unroll
             for (int d = 0; d < HEAD / 16; d++)
-                multiply_tiles<T, false, false>(s, F::q(group).along_columns(d), F::k(step).along_columns(d), d > 0);
+                multiply_tiles<T, false, false>(s, F::q(group).over_columns(d), F::k(step).over_columns(d), d > 0);
             commit_products();
         };
-        const auto start_output = [&](int step, bool add) {
+        const auto start_output = [&](int step) {
             F::v_full(step).wait(F::parity(step));
             fence_registers();
 #pragma unroll
             for (int n = 0; n < F::KEYS / 16; n++)
-                multiply_registers<T, true>(o, p[n], F::v(step).along_rows(n), add || n > 0);
+                multiply_registers<T, true>(o, p[n], F::v(step).over_rows(n), true);
             commit_products();
         };
         // The online softmax: s becomes probabilities. With a new maximum, the sums so far shrink by 2^(old - new).
@@ -213,7 +216,7 @@ __device__ inline void compute(const Parameters& x, int group) {
             for (int h = 0; h < 2; h++) {
                 const float before = largest[h];
                 largest[h] = fmaxf(before, max_of_row(top[h]) * scale_log2);
-                // No score yet is finite: -inf - -inf is no number, -inf - 0 gives 2^-inf = 0.
+                // While no score is finite: -inf - -inf is no number, but -inf - 0 gives 2^-inf = 0.
                 top[h] = largest[h] == -INFINITY ? 0.0f : largest[h];
                 shrink[h] = exp2_fast(before - top[h]);
                 sum[h] *= shrink[h];
@@ -228,7 +231,7 @@ __device__ inline void compute(const Parameters& x, int group) {
 #pragma unroll
             for (int n = 0; n < F::KEYS / 16; n++) operand<T>(p[n], s, n);
         };
-        // Tiles of keys that only other warpgroups see. Each has a turn, too.
+        // Tiles of keys that only other warpgroups see. For each, this one takes its turn and passes it on.
         const auto pass_over = [&](int tiles) {
             for (; tiles > 0; tiles--, step++) {
                 F::k_full(step).wait(F::parity(step));
@@ -239,18 +242,18 @@ __device__ inline void compute(const Parameters& x, int group) {
                 pass_turn();
             }
         };
-        // From the tile of keys j + 1, whose probabilities are in p, to j.
+        // From tile of keys j + 1, whose probabilities are in p, to tile j.
         const auto next_keys = [&](int j, bool is_masked) {
             wait_for_turn();
             start_scores(step + 1);
-            start_output(step, true);
+            start_output(step);
             pass_turn();
             wait_for_products<1>();
             claim(s);
             release(F::k_empty(step + 1));
             softmax(j * F::KEYS, is_masked);
-            // q came long ago, so this wait returns at once. But ptxas moves nothing across its branch, and without it
-            // would wait for the product before it computes the exponentials.
+            // q came long ago, so this wait returns at once. But ptxas moves nothing across its branch. Without it,
+            // ptxas would wait for the product before it computes the exponentials.
             F::q_full(group).wait(i & 1);
             wait_for_products<0>();
             claim(o);
@@ -275,14 +278,14 @@ __device__ inline void compute(const Parameters& x, int group) {
         for (; j >= whole; j--) next_keys(j, false);
         for (; j >= begin; j--) next_keys(j, true);
         release(F::q_empty(group));
-        start_output(step, true);
+        start_output(step);
         wait_for_products<0>();
         claim(o);
         release(F::v_empty(step));
         step++;
         pass_over(begin - place.begin);
 
-        // O goes by way of shared memory, which the tile before must have left.
+        // O goes by way of shared memory, which the store of the tile before must have read.
         if (is_first) wait_until_stores_have_read();
         meet(F::own(group), 128);
 #pragma unroll
@@ -324,7 +327,7 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS, 1)
         fence_async();
     }
     __syncthreads();
-    const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so that the compiler knows it is one for a warp
+    const int group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so the compiler knows: the same in a whole warp
     if (group == F::GROUPS) {
         give_registers<F::LOADING_REGISTERS>();
         if (threadIdx.x % 128 == 0) load<HEAD>(parameters);

@@ -1,11 +1,12 @@
 // Before and after the walk of the backward pass: `prepare` and `finish`.
 //
-// dQ grows in global memory, in float32, as blocks of 64 queries and 64 columns. In a block the numbers are in the
-// order in which the threads of a warpgroup have them (wgmma.cuh), so that all write and add 16 bytes at a time:
+// Blocks add their parts of dQ in global memory, in float32. It is divided into squares of 64 queries and 64 columns.
+// The numbers of a square are in the order in which the threads of a warpgroup have them (wgmma.cuh), so that threads
+// write 16 bytes at a time:
 //
 //     four[n][t]    c[4 n] to c[4 n + 3] of thread t: rows r and r + 8, columns 8 n + 2 (t % 4) and the next one
 //
-// where r = t / 32 * 16 + t % 32 / 4. A head's blocks are (padded / 64, HEAD / 64).
+// where r = t / 32 * 16 + t % 32 / 4. A head's squares are (padded / 64, HEAD / 64).
 #pragma once
 
 #include "backward.cuh"
@@ -16,7 +17,7 @@ struct alignas(16) Eight {
     T x[8];
 };
 
-// Those from a column on, a multiple of 8; zeros beyond the row.
+// The eight elements from `column` on, a multiple of 8. Beyond the row's end they are zeros.
 template <typename T>
 __device__ inline Eight<T> read_eight(const T* row, int column, int columns) {
     Eight<T> eight;
@@ -42,15 +43,15 @@ __device__ inline T* row_of(const View& x, int batch, int head, int row) {
     return static_cast<T*>(x.data) + batch * x.batch_stride + head * x.head_stride + row * x.row_stride;
 }
 
-// The starts of a tile's queries, and zeros in their sums. HEAD / 8 lanes have a row at a time.
+// -logsumexp / scale and -D of a tile's queries, and zeros in their sums. HEAD / 8 lanes have a row at a time.
 template <typename T, int HEAD>
 __global__ void __launch_bounds__(128)
     hopper_prepare_kernel(const __grid_constant__ Parameters x, View o, View d_o, const float* logsumexp) {
     using B = Backward<HEAD>;
     constexpr int LANES = HEAD / 8;
-    const int tiles = blocks_of(x.n_q, B::QUERIES), tile = blockIdx.x % tiles, batch_head = blockIdx.x / tiles;
+    const int tiles = ceil_div(x.n_q, B::QUERIES), tile = blockIdx.x % tiles, batch_head = blockIdx.x / tiles;
     const int batch = batch_head / x.heads, head = batch_head % x.heads, lane = threadIdx.x % LANES;
-    const int64_t first = x.first_start<HEAD>(batch_head, tile), to_dp = x.first_start<HEAD>(gridDim.x / tiles, 0);
+    const int64_t first = x.padded_row<HEAD>(batch_head, tile), to_dp = x.padded_row<HEAD>(gridDim.x / tiles, 0);
     for (int row = threadIdx.x / LANES; row < B::QUERIES; row += 128 / LANES) {
         const int query = tile * B::QUERIES + row;
         float sum = 0.0f;
@@ -62,30 +63,31 @@ __global__ void __launch_bounds__(128)
         for (int distance = LANES / 2; distance > 0; distance /= 2)
             sum += __shfl_xor_sync(0xffffffff, sum, distance);
         if (lane > 0) continue;
-        // Beyond the last query the probabilities are 2^-inf = 0.
+        // Beyond the last query, probabilities shall be 2^-inf = 0.
         const float l = query < x.n_q ? logsumexp[static_cast<int64_t>(batch_head) * x.n_q + query] : INFINITY;
-        x.starts[first + row] = -l / x.scale;
-        x.starts[to_dp + first + row] = -sum;
+        x.initial[first + row] = -l / x.scale;
+        x.initial[to_dp + first + row] = -sum;
     }
     for (int i = threadIdx.x; i < B::QUERIES * HEAD / 4; i += 128)
         reinterpret_cast<float4*>(x.sums + first * HEAD)[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
     if (blockIdx.x == 0 && threadIdx.x == 0) *x.counter = 0;
 }
 
-// dq of a tile's queries. A thread reads the numbers of four neighbours: eight columns of two rows.
+// dq of a tile's queries. A thread reads the numbers that four neighbouring threads have written: eight columns of two
+// rows.
 template <typename T, int HEAD>
 __global__ void __launch_bounds__(128) hopper_finish_kernel(const __grid_constant__ Parameters x, View dq) {
     using B = Backward<HEAD>;
-    const int tiles = blocks_of(x.n_q, B::QUERIES), tile = blockIdx.x % tiles, batch_head = blockIdx.x / tiles;
+    const int tiles = ceil_div(x.n_q, B::QUERIES), tile = blockIdx.x % tiles, batch_head = blockIdx.x / tiles;
     const int batch = batch_head / x.heads, head = batch_head % x.heads;
-    const auto four = reinterpret_cast<const float4*>(x.sums + x.first_start<HEAD>(batch_head, tile) * HEAD);
+    const auto four = reinterpret_cast<const float4*>(x.sums + x.padded_row<HEAD>(batch_head, tile) * HEAD);
     for (int i = threadIdx.x; i < B::QUERIES / 2 * HEAD / 8; i += 128) {
-        const int n = i % (HEAD / 8), pair = i / (HEAD / 8), block = pair / 32;
-        const int query = tile * B::QUERIES + block * 64 + pair % 32 / 8 * 16 + pair % 8;
+        const int n = i % (HEAD / 8), pair = i / (HEAD / 8), square = pair / 32;
+        const int query = tile * B::QUERIES + square * 64 + pair % 32 / 8 * 16 + pair % 8;
         Eight<T> eight[2];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            const float4 c = four[block * (HEAD / 64) * B::SUMS / 4 + n * 128 + pair % 32 * 4 + t];
+            const float4 c = four[square * (HEAD / 64) * B::SUMS / 4 + n * 128 + pair % 32 * 4 + t];
             eight[0].x[2 * t] = from_float<T>(c.x * x.scale), eight[0].x[2 * t + 1] = from_float<T>(c.y * x.scale);
             eight[1].x[2 * t] = from_float<T>(c.z * x.scale), eight[1].x[2 * t + 1] = from_float<T>(c.w * x.scale);
         }

@@ -8,8 +8,8 @@
 //   - adjacent elements in D, and all other strides multiples of 16 bytes and below 2^40;
 //   - data that start at a multiple of 16 bytes;
 //   - a box of at most 256 elements a dimension, whose rows are at most 128 bytes long, as long as the swizzle's rows.
-// Our box has ROWS rows of 64 columns of 16-bit numbers, 128 bytes. D may be less than 64, or than 128 in the second
-// box of a row: TMA fills the rest with zeros. Python hands over tensors that satisfy the first two (flash_cuda.py).
+// Our box has 64 columns of 16-bit numbers, 128 bytes. Where it reaches beyond D, TMA fills the rest with zeros. Python
+// copies tensors that do not satisfy the first two conditions (`_movable` in flash_cuda_hopper.py).
 //
 // The driver's function is found through the CUDA runtime at run time, so that the library links without libcuda.
 #pragma once

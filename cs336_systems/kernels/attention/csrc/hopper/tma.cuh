@@ -2,7 +2,7 @@
 //
 // Loads. `load_tile` copies a box of a 4-D tensor, described by a tensor map (tensor_map.cuh), to shared memory. TMA
 // computes all addresses, swizzles the rows (swizzle.cuh), and writes zeros for elements beyond the tensor's ends. It
-// tells a Barrier how many bytes came. The thread that starts it has to `expect` them there.
+// tells a Barrier how many bytes came. The thread that starts the copy has to `expect` them there.
 //
 // Stores. `store_tile` copies a tile in shared memory to a box of a tensor, and skips elements beyond the ends.
 // `add_to_global` adds a run of float32 to global memory; the L2 cache does the additions, in any order. Both belong to
@@ -11,8 +11,8 @@
 //   - wait_for_stores(): their results are in global memory.
 //
 // Two kinds of access. TMA and matrix products reach shared memory by another way (PTX: the async proxy) than ordinary
-// loads and stores (the generic proxy). A barrier alone does not order the two: what a thread writes by ordinary stores
-// may still be on its way when TMA reads. So between ordinary writes and an asynchronous access of the same bytes stand
+// loads and stores (the generic proxy). A barrier alone does not order the two: an ordinary store may still be on its
+// way when TMA reads. So between ordinary stores and an asynchronous access of the same bytes stand
 //   1. fence_async(), in each thread that wrote;
 //   2. a barrier, if another thread starts the asynchronous access.
 // In the other direction the wait for the asynchronous access is enough: a Barrier for loads, the waits above for
@@ -24,11 +24,6 @@
 
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Have the map in the cache before its first use.
-__device__ inline void prefetch(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Fill `to` with the box that starts at (batch, head, row, column).
 __device__ inline void load_tile(uint32_t to, const TensorMap& map, Barrier barrier, int batch, int head, int row,
                                  int column) {
@@ -39,7 +34,7 @@ __device__ inline void load_tile(uint32_t to, const TensorMap& map, Barrier barr
         : "memory");
 }
 
-// Fill `to` with bytes. Both addresses and `bytes` are multiples of 16.
+// Fill `to` with `bytes` bytes from global memory. Both addresses and `bytes` are multiples of 16.
 __device__ inline void load_bytes(uint32_t to, const void* from, int bytes, Barrier barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -53,7 +48,7 @@ __device__ inline void store_tile(const TensorMap& map, uint32_t from, int batch
                  : "memory");
 }
 
-// Add float32 to global memory. Both addresses and `bytes` are multiples of 16.
+// Add `bytes` bytes of float32 to global memory. Both addresses and `bytes` are multiples of 16.
 __device__ inline void add_to_global(float* to, uint32_t from, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
                      __cvta_generic_to_global(to)),

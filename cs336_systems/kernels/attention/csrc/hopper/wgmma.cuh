@@ -19,13 +19,15 @@
 //     wait_for_products<P>();      // all groups but the latest P are finished
 //     claim(c);                    // from here on c has the result
 //
-// The compiler knows nothing of this: to it, a product has changed c when it returns. `claim` is an empty instruction
-// that seems to change c; nothing that uses c can be moved above it, and it cannot be moved above the wait. ptxas does
-// know. If it finds that an accumulator is touched while a product may run, it waits after each product instead, which
-// is right but slow: it says so (C7512, C7514, C7515), and our build makes this an error.
+// The C++ compiler knows nothing of this: to it, a product has changed c when it returns. `claim` is an empty
+// instruction that seems to change c. Nothing that uses c can be moved above it, and it cannot be moved above the wait.
+// The assembler, ptxas, does know. If it finds that an accumulator is touched while a product may run, it waits after
+// each product instead. This is right but slow. ptxas warns of it (C7512, C7514, C7515), and our build makes this an
+// error.
 //
-// Other waits: before a product reads a tile that TMA loads, wait for its barrier. Before anyone writes to a tile, wait
-// until the products that read it have finished. A product that reads what threads wrote needs fence_async() (tma.cuh).
+// Other waits: before a product reads a tile that TMA loads, wait for the tile's barrier. Before anything writes to a
+// tile, wait until the products that read it have finished. Before a product reads what threads wrote, these threads
+// execute fence_async() (tma.cuh).
 #pragma once
 
 #include "../instructions.cuh"
@@ -45,7 +47,7 @@ __device__ inline void claim(float (&c)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// The operand of step `step`, 16 of the columns of c, rounded to T.
+// Columns 16 step to 16 step + 15 of c as an operand, rounded to T.
 template <typename T, int N>
 __device__ inline void operand(uint32_t (&a)[4], const float (&c)[N], int step) {
 #pragma unroll
@@ -66,15 +68,15 @@ __device__ inline void operand(uint32_t (&a)[4], const float (&c)[N], int step) 
 #define OPERANDS_32(c) EIGHT(c, 0), EIGHT(c, 8), EIGHT(c, 16), EIGHT(c, 24)
 #define OPERANDS_64(c) OPERANDS_32(c), EIGHT(c, 32), EIGHT(c, 40), EIGHT(c, 48), EIGHT(c, 56)
 
-// N / 2 accumulators a thread; the numbers after them are those of the operands that follow.
+// A product with N columns has N / 2 accumulators a thread, from %0 on. The other operands have the numbers after them.
 #define PRODUCT_OF_TILES(N, TYPE, ACCUMULATORS, OPERANDS, A, B, ADD, A_TRANSPOSED, B_TRANSPOSED)                      \
     asm volatile("{ .reg .pred add;\n"                                                                                \
                  "setp.ne.b32 add, " ADD ", 0;\n"                                                                     \
                  "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " " ACCUMULATORS ", " A                \
                  ", " B ", add, 1, 1, " A_TRANSPOSED ", " B_TRANSPOSED "; }"                                          \
                  : OPERANDS(c)                                                                                        \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(A_DOWN_THE_ROWS)),                \
-                   "n"(static_cast<int>(B_DOWN_THE_ROWS)))
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(A_OVER_ROWS)),                    \
+                   "n"(static_cast<int>(B_OVER_ROWS)))
 #define PRODUCT_OF_REGISTERS(N, TYPE, ACCUMULATORS, OPERANDS, A, B, ADD, B_TRANSPOSED)                                \
     asm volatile("{ .reg .pred add;\n"                                                                                \
                  "setp.ne.b32 add, " ADD ", 0;\n"                                                                     \
@@ -82,13 +84,13 @@ __device__ inline void operand(uint32_t (&a)[4], const float (&c)[N], int step) 
                  ", " B ", add, 1, 1, " B_TRANSPOSED "; }"                                                            \
                  : OPERANDS(c)                                                                                        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),                    \
-                   "n"(static_cast<int>(B_DOWN_THE_ROWS)))
+                   "n"(static_cast<int>(B_OVER_ROWS)))
 #define OF_TILES(N, TYPE, COUNT, I, J, K, L, M) \
     PRODUCT_OF_TILES(N, TYPE, ACCUMULATORS_##COUNT, OPERANDS_##COUNT, "%" #I, "%" #J, "%" #K, "%" #L, "%" #M)
 
-// C = A B, or C += A B if `add`: both operands are tiles. A_DOWN_THE_ROWS and B_DOWN_THE_ROWS: a and b are of
-// `along_rows`, the others of `along_columns`.
-template <typename T, bool A_DOWN_THE_ROWS, bool B_DOWN_THE_ROWS, int N>
+// C = A B, or C += A B if `add`. Both operands are tiles. A_OVER_ROWS and B_OVER_ROWS: the descriptor is one of
+// `over_rows`, otherwise of `over_columns`.
+template <typename T, bool A_OVER_ROWS, bool B_OVER_ROWS, int N>
 __device__ inline void multiply_tiles(float (&c)[N], uint64_t a, uint64_t b, bool add) {
     static_assert(N == 32 || N == 64);
     constexpr bool IS_HALF = std::is_same_v<T, __half>;
@@ -103,7 +105,7 @@ __device__ inline void multiply_tiles(float (&c)[N], uint64_t a, uint64_t b, boo
 }
 
 // The same with A in registers.
-template <typename T, bool B_DOWN_THE_ROWS, int N>
+template <typename T, bool B_OVER_ROWS, int N>
 __device__ inline void multiply_registers(float (&c)[N], const uint32_t (&a)[4], uint64_t b, bool add) {
     static_assert(N == 32 || N == 64);
     constexpr bool IS_HALF = std::is_same_v<T, __half>;

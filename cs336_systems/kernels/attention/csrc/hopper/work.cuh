@@ -1,19 +1,19 @@
-// What the kernels of both passes have to do: the problem, as Python hands it over, and its division into tiles.
+// The work of both passes: the problem, as Python hands it over, and its division into tiles.
 #pragma once
 
 #include "../instructions.cuh"
 
 #include <cmath>
 
-// flash_cuda_hopper.py has the same structure.
+// `_Problem` of flash_cuda_hopper.py.
 struct Problem {
     int64_t batch, heads, key_heads, n_q, n_k, head_size, is_causal;
     int64_t window;          // how many keys a query sees, up to its own; at least n_k if there is no window
-    int64_t heads_together;  // so many heads' tiles are computed at a time, so that the L2 cache holds what they share
-    int64_t blocks;          // one a multiprocessor
+    int64_t heads_together;  // heads whose tiles are computed at a time, so that the L2 cache holds what they share
+    int64_t blocks;          // one for each multiprocessor
 };
 
-// The sizes in a kernel. Queries, keys and tiles are 32-bit numbers.
+// The sizes for a kernel, as 32-bit numbers, with the number of tiles and the factor of the scores.
 struct Sizes32 {
     int heads, key_heads, n_q, n_k, head_size, is_causal, window, heads_together, tiles;
     float scale;
@@ -31,15 +31,17 @@ struct Sizes32 {
           scale(static_cast<float>(1.0 / std::sqrt(static_cast<double>(x.head_size)))) {}
 };
 
-// A tile is a block of rows of one head, counted over the batch. Blocks 0 of some heads come first, then blocks 1, ...
-struct TileOf {
-    int block, head;
+// The place of a tile: its head, counted over the batch, and its index among the head's tiles. Of some heads, tiles 0
+// come first, then tiles 1, ...; then the next heads follow.
+struct HeadAndIndex {
+    int head, index;
 
-    __device__ TileOf(const Sizes32& x, int tile, int blocks) {
-        const int first = tile / (blocks * x.heads_together) * x.heads_together;
-        const int together = min(x.heads_together, x.tiles / blocks - first), within = tile - first * blocks;
-        block = within / together, head = first + within % together;
+    __device__ HeadAndIndex(const Sizes32& x, int tile, int tiles_per_head) {
+        const int first = tile / (tiles_per_head * x.heads_together) * x.heads_together;
+        const int together = min(x.heads_together, x.tiles / tiles_per_head - first);
+        const int within = tile - first * tiles_per_head;
+        index = within / together, head = first + within % together;
     }
 };
 
-__host__ __device__ constexpr int blocks_of(int n, int size) { return (n + size - 1) / size; }
+__host__ __device__ constexpr int ceil_div(int n, int size) { return (n + size - 1) / size; }
