@@ -33,7 +33,7 @@ def test_a_model_too_large_for_a_cpu_is_an_oom_row_before_it_is_built(monkeypatc
         assert (row.status, row.error is not None and "to train this needs at least" in row.error) == ("oom", True)
 
 
-def test_fp8_is_measured_beside_bf16_but_not_with_the_peer() -> None:
+def test_fp8_with_the_peer_and_a_graph_without_a_gpu_are_left_out() -> None:
     given = {"precision": ("bf16", "fp8"), "steps": (2,), "size": ("quick",)}
     configs = configurations(CASE, given, quick=True)
     found = [(c.variant, c.precision) for c in configs]
@@ -42,8 +42,11 @@ def test_fp8_is_measured_beside_bf16_but_not_with_the_peer() -> None:
     assert (row.status, row.config["precision"], row.config["run"]["train"]["precision"]) == ("ok", "fp8", "fp8")
     with pytest.raises(ValueError, match=r"^precision is 'fp8': it must be fp32 or bf16 with variant hf_llama$"):
         configurations(CASE, {"precision": ("fp8",), "variant": ("hf_llama",)}, quick=True)
+    with pytest.raises(ValueError, match=r"^device is 'cpu': it must be a GPU with variant cs336_graph$"):
+        configurations(CASE, {"variant": ("cs336_graph",)}, quick=True)
 
 
 def test_only_cs336_graph_has_a_cuda_graph() -> None:
-    graphs = {c.variant: c.run_config().train.cuda_graph for c in configurations(CASE, {"device": ("cpu",)})}
-    assert graphs == {"cs336": False, "cs336_graph": True, "hf_llama": False}
+    for variant in ("cs336", "cs336_graph", "hf_llama"):
+        config = CASE.config(size="quick", variant=variant, device="cpu")
+        assert config.run_config().train.cuda_graph == (variant == "cs336_graph")

@@ -108,8 +108,8 @@ def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pyte
     [
         ("txt", b"\xff\xfe"),
         ("jsonl.gz", b"no gzip"),
-        ("txt.gz", gzip.compress(b"the cat")[:-4]),
-        ("txt.gz", gzip.compress(b"the cat")[:12] + b"another block"),
+        ("txt.gz", gzip.compress(b"the cat", mtime=0)[:-4]),
+        ("txt.gz", gzip.compress(b"the cat", mtime=0)[:12] + b"another block"),
         ("jsonl.zst", b"no zstandard"),
         ("parquet", b"no Parquet"),
     ],

@@ -70,9 +70,11 @@ class TrainStepBench:
 
 
 def check(config: TrainStepBench) -> None:
-    """Raise ValueError for the peer in fp8."""
+    """Raise ValueError for the peer in fp8, and for a CUDA graph without a GPU."""
     possible = config.variant != "hf_llama" or config.precision != "fp8"
     require(possible, "precision", config.precision, "fp32 or bf16 with variant hf_llama")
+    possible = config.variant != "cs336_graph" or torch.device(config.device).type == "cuda"
+    require(possible, "device", config.device, "a GPU with variant cs336_graph")
 
 
 def hf_llama() -> Any:
