@@ -133,7 +133,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Dtype of computation. With bf16 and fp16 the model has 16-bit matrices, and the optimizer their float32 masters.
     Embedding and norms stay float32. torch_ddp and torch_fsdp keep float32 weights. fp16 also scales the loss. fp8 is
-    bf16 with FP8 products in the blocks; it needs a GPU of compute capability 8.9, and pays from d_model 1024 on."""
+    bf16 with FP8 products in the blocks; it needs a GPU of compute capability 8.9, and pays for wide models."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which weights are kept and updated. bf16 needs precision bf16: all weights, gradients and optimizer
     state are bf16 then. It halves the memory, but loses updates smaller than 1/256 of a weight."""

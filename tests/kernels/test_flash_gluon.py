@@ -38,9 +38,6 @@ def launch_in_gluon(monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str] = ("
 
     modules = flash_triton.gluon, flash_triton.gluon_forward, flash_triton.gluon_backward
     _, forward, backward = gluon_interpreter.interpreted(*modules, fault=fault)
-    # Triton's own kernels of the module stay: Triton's interpreter runs them.
-    backward.prepare_kernel = flash_triton.gluon_backward.prepare_kernel  # type: ignore[attr-defined]
-    backward.finish_kernel = flash_triton.gluon_backward.finish_kernel  # type: ignore[attr-defined]
     monkeypatch.setattr(flash_triton, "gluon_forward", forward)
     monkeypatch.setattr(flash_triton, "gluon_backward", backward)
     monkeypatch.setattr(flash_triton, "_use_gluon", lambda q, tma: tma)

@@ -156,7 +156,7 @@ ALL_IN_GLUON = ", ".join(f"gluon {phase}" for phase in IN_GLUON)
 def name_of(kernel: Any) -> str:
     """The language and the phase of a kernel."""
     modules = {
-        "gluon": (flash_triton.gluon_forward, flash_triton.gluon_backward),
+        "gluon": (flash_triton.gluon_forward, flash_triton.gluon_backward, flash_triton.gluon_sums),
         "triton": (flash_triton,),
     }
     return next(

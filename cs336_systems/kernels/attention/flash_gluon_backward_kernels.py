@@ -19,8 +19,8 @@ Where D_PAD is 64 a tile is twice as long and has two halves, a and b, so that t
     matrix units     S a, dP a .... | dV a, dK a, S b, dP b, dQ' | dV b, dK b .........
     threads          (wait for S a) | P a, dS a  | P b, dS b     | store dQ'; TMA adds it beside S a of the next tile
 
-Three kernels run one after the other: `prepare_kernel` fills STARTS and clears DQ, `gradients_kernel` is the loop, and
-`finish_kernel` scales and rounds DQ.
+Three kernels run one after the other: `gradients_kernel` is the loop; the two of `flash_gluon_sums.py` fill STARTS and
+clear DQ before it, and scale and round DQ after it.
 
 Two things hide the waits. The product that gives dQ is one tile late: when it starts, the dS of the other warpgroup
 came long ago. And the sums of scores and dP start from STARTS instead of zero, so that no instruction subtracts the
@@ -36,8 +36,6 @@ Legend, in addition to the legend of `flash_gluon_common.py`
                    columns 0 to 63
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -87,61 +85,6 @@ DQ_BLOCK = [128, 32]
 def queries_of_a_tile(d_pad: int) -> int:
     """QUERIES, as many as there is shared memory for."""
     return 8192 // d_pad
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Before and after the loop
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _offsets(strides, b, h, rows, columns):
-    start = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    return start + rows.to(tl.int64)[:, None] * strides[2] + columns[None, :] * strides[3]
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def prepare_kernel(
-    o_, do_, L, STARTS, DQ, COUNTER, o_strides, do_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl.constexpr
-):  # fmt: skip
-    """STARTS and zeros in DQ and ADDED, for 64 queries; zero in COUNTER."""
-    tiles = tl.cdiv(N_q, 128) * 2
-    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    rows, columns = tile * 64 + tl.arange(0, 64), tl.arange(0, D_PAD)
-    ok = (rows < N_q)[:, None] & (columns < D)[None, :]
-    o = tl.load(o_ + _offsets(o_strides, bh // H, bh % H, rows, columns), mask=ok, other=0.0).to(tl.float32)
-    do = tl.load(do_ + _offsets(do_strides, bh // H, bh % H, rows, columns), mask=ok, other=0.0).to(tl.float32)
-    logsumexp = tl.load(L + bh.to(tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf"))
-    starts = STARTS + bh.to(tl.int64) * tiles * 64 + rows
-    tl.store(starts, -logsumexp / scale)
-    tl.store(starts + (tl.num_programs(0) // tiles).to(tl.int64) * tiles * 64, -tl.sum(o * do, 1))
-    tl.store(COUNTER, 0, mask=tl.program_id(0) == 0)
-    for i in tl.static_range(D_PAD // 64):
-        tl.store(COUNTER + 1 + tl.program_id(0) * (D_PAD // 64) + i, 0)
-    zeros = tl.zeros([64 * D_PAD], tl.float32)
-    tl.store(DQ + tl.program_id(0).to(tl.int64) * 64 * D_PAD + tl.arange(0, 64 * D_PAD), zeros)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def finish_kernel(dq_, DQ, dq_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl.constexpr):
-    """dq of 64 queries."""
-    tiles = tl.cdiv(N_q, 128) * 2
-    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    rows = tile * 64 + tl.arange(0, 64)
-    for start in tl.static_range(0, D_PAD, 64):
-        block = DQ + (tl.program_id(0).to(tl.int64) * D_PAD + start) * 64
-        x = tl.load(block + tl.arange(0, 4096)).reshape([8, 4, 8, 4, 2, 2])
-        dq = x.permute([1, 4, 2, 0, 3, 5]).reshape([64, 64]) * scale  # the inverse of `_fragments`
-        columns = start + tl.arange(0, 64)
-        ok = (rows < N_q)[:, None] & (columns < D)[None, :]
-        tl.store(
-            dq_ + _offsets(dq_strides, bh // H, bh % H, rows, columns), dq.to(dq_.dtype.element_ty), mask=ok
-        )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit

@@ -31,6 +31,7 @@ from ..launch import INTERPRET, Launch, check_device, has_tma
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
 from . import flash_gluon_kernels as gluon_forward
+from . import flash_gluon_sums as gluon_sums
 from .contract import Band, as_4d, band_of, can_use_tma, check_qkv, group_size
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
@@ -341,7 +342,7 @@ def gluon_launch(
             D=q.shape[3],
             D_PAD=d_pad,
         )
-        kernel = gluon_backward.prepare_kernel if phase == "prepare" else gluon_backward.finish_kernel
+        kernel = gluon_sums.prepare_kernel if phase == "prepare" else gluon_sums.finish_kernel
         return Launch(kernel, _padded_length(q) // 64 * q.shape[0] * q.shape[1], constants, {}, 4, num_stages=1)
     rows, groups, more = gluon.ROWS, gluon.GROUPS, {}
     if phase == "forward":
