@@ -100,9 +100,9 @@ def test_kernels_of_this_projects_attention_are_all_known() -> None:
     place = Path(next(iter(attention.__path__)))
     sources = "".join(source.read_text() for source in sorted(place.glob("flash_*_kernels.py")))
     launched = re.findall(r"@(?:triton|gluon)\.jit\(do_not_.*\)\ndef (\w+)", sources)
-    for source in sorted((place / "csrc").glob("*.cu")):
-        launched += re.findall(r"__global__.*\n\s+(\w+)\(", source.read_text())
-    assert len(launched) == 12
+    for source in sorted((place / "csrc").rglob("*.cu*")):
+        launched += re.findall(r"__global__ void __launch_bounds__\(.*?\)\s+(\w+)\(", source.read_text())
+    assert len(launched) == 16
     assert {kernel_class(name) for name in launched} == {"attention"}
 
 

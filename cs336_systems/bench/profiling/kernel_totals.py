@@ -24,7 +24,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("optimizer", r"multi_tensor_apply|fused_adam|FusedAdam|_foreach_|distributed_fused"),
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|efficient_attention|flex_attention|(?i:attention)|::mha_"),
     # This project's Triton and CUDA kernels; \b, because others have _forward_kernel in their names.
-    ("attention", r"\b(forward|backward|dq|dkv|prepare|gradients|finish)_kernel\b"),
+    ("attention", r"\b(hopper_)?(forward|backward|dq|dkv|prepare|gradients|finish)_kernel\b"),
     ("attention", r"\b(row_statistics|key_gradients|query_gradients)\b"),
     ("softmax", r"(?i:softmax)"),
     ("matmul", r"cutlass|(?i:gemm)|(?i:gemv)|cublas|nvjet|xmma|wgmma|(?i:splitk)|mkldnn::_linear|mkl::_mkl_linear"),

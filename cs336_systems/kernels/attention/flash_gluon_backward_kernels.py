@@ -19,8 +19,8 @@ Where D_PAD is 64 a tile is twice as long and has two halves, a and b, so that t
     matrix units     S a, dP a .... | dV a, dK a, S b, dP b, dQ' | dV b, dK b .........
     threads          (wait for S a) | P a, dS a  | P b, dS b     | store dQ'; TMA adds it beside S a of the next tile
 
-Three kernels run one after the other: `gradients_kernel` is the loop; the two of `flash_gluon_sums.py` fill STARTS and
-clear DQ before it, and scale and round DQ after it.
+Three kernels run one after the other: `gradients_kernel` is the loop; the two of `flash_gluon_sums_kernels.py` fill
+STARTS and clear DQ before it, and scale and round DQ after it.
 
 Two things hide the waits. The product that gives dQ is one tile late: when it starts, the dS of the other warpgroup
 came long ago. And the sums of scores and dP start from STARTS instead of zero, so that no instruction subtracts the

@@ -31,7 +31,7 @@ from ..launch import INTERPRET, Launch, check_device, has_tma
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
 from . import flash_gluon_kernels as gluon_forward
-from . import flash_gluon_sums as gluon_sums
+from . import flash_gluon_sums_kernels as gluon_sums
 from .contract import Band, as_4d, band_of, can_use_tma, check_qkv, group_size
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
