@@ -97,6 +97,8 @@ class Trainer:
         if config.optimizer.implementation == "fused":
             self.scale = GradientScale(device, config.train.max_grad_norm or math.inf, config.train.precision == "fp16")
             fused = dict(factor=self.scale.factor, masters=masters_of(self.strategy, masters))
+        self.reads_late = self.scale is not None and device.type != "cpu"
+        """Whether the loss of a step is read when the next one has begun. A CPU has nothing to do meanwhile."""
         self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer, **fused)
         fused.get("masters", {}).clear()  # frees those that a sharded optimizer leaves to other ranks
         if (warmup_steps := config.optimizer.warmup_steps or 0) > config.train.max_steps:
@@ -145,15 +147,15 @@ class Trainer:
 
         stop: asked in each step. If it returns true on any rank, `stopping` becomes true on all.
 
-        With the optimizer fused the host reads the loss of a step while the GPU computes the next one, so the GPU never
-        waits for it. A NonFiniteError then comes when the next step has begun, and has perhaps updated the weights.
+        With `reads_late` the host reads the loss of a step while the GPU computes the next one, so the GPU never waits
+        for it. A NonFiniteError then comes when the next step has begun, and has perhaps updated the weights.
         """
         started: StartedStep | None = None
         while self.position.step < last and not self.stopping:
             before, started = started, self.start_step(stop)
             if before is not None:
                 yield self.finish_step(before)
-            if self.scale is None:
+            if not self.reads_late:
                 yield self.finish_step(started)
                 started = None
             if comm.world_size() == 1:
