@@ -135,7 +135,7 @@ class TrainConfig:
     Embedding and norms stay float32. torch_ddp and torch_fsdp keep float32 weights. fp16 also scales the loss. fp8 is
     bf16 with FP8 products in the blocks; it needs a GPU of compute capability 8.9, and pays for wide models."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which weights are kept and updated. bf16 needs precision bf16: all weights, gradients and optimizer
+    """Dtype in which weights are kept and updated. bf16 needs precision bf16 or fp8: weights, gradients and optimizer
     state are bf16 then. It halves the memory, but loses updates smaller than 1/256 of a weight."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. auto: on a GPU, if the run is long enough to gain from it, and with a
@@ -175,7 +175,7 @@ class TrainConfig:
         require_at_least(self, "train", 0, "validation_interval", "seed")
         minutes, budget = self.max_minutes, self.compile_memory_budget
         require_field(self, "train.max_minutes", minutes is None or 0 < minutes < 1e6, "above 0 and below 1e6")
-        is_possible = self.weight_dtype == "fp32" or self.precision == "bf16"
+        is_possible = self.weight_dtype == "fp32" or self.precision in ("bf16", "fp8")
         require_field(self, "train.weight_dtype", is_possible, f"'fp32' with train.precision {self.precision!r}")
         is_possible = budget == 1 or (0 <= budget < 1 and self.compile is not False)
         require_field(self, "train.compile_memory_budget", is_possible, "from 0 to 1, and 1 without train.compile")

@@ -92,6 +92,7 @@ def test_what_keeps_or_recomputes_activations_changes_no_bit(how: dict[str, Any]
     "groups",
     [
         dict(train=dict(loss_chunk_tokens=16)),
+        dict(train=dict(weight_dtype="bf16")),
         dict(optimizer=dict(name="muon")),
         dict(model=dict(num_kv_heads=1, tie_embeddings=True)),
     ],

@@ -50,8 +50,8 @@ class Leaderboard2026Bench(StepBench):
     """Number of processes, one per GPU."""
     batch_size: int = swept(1)
     """Sequences per process."""
-    precision: Literal["fp32", "bf16"] = swept("bf16")
-    """Type of computation, and of weights and gradients in transfers."""
+    precision: Literal["fp32", "bf16", "fp8"] = swept("bf16")
+    """Type of computation, and of weights and gradients in transfers; fp8 is bf16 with FP8 products."""
     weight_dtype: Literal["fp32", "bf16"] = swept("bf16", sweep=("bf16", "fp32"))
     """Type in which weights are kept and updated, and of AdamW's moments."""
     attention: str = swept("sdpa", sweep=("sdpa", "sdpa_cudnn", "flash_triton"))
