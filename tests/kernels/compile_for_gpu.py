@@ -148,7 +148,7 @@ def compile_gluon() -> None:
         x = dict(q_=q, k_=k, v_=k, o_=q, do_=q, dq_=q, dk_=k, dv_=k)
         more = dict(L=torch.zeros(q.shape[:-1]), COUNTER=torch.zeros(1, dtype=torch.int32))
         flash_triton._add_documents(more, band)
-        more |= dict(STARTS=flash_triton.new_vectors(q), DQ=flash_triton.new_sums(q))
+        more |= dict(INITIAL=flash_triton.new_vectors(q), DQ=flash_triton.new_sums(q))
         for phase in ("forward", "prepare", "gradients", "gradients in order", "finish"):
             launch = flash_triton.gluon_launch(phase.split()[0], x, is_causal, band, is_ordered=" " in phase)
             compiled = launch._kernel.warmup(*launch.arguments(x | more), grid=(6,), **launch.options)

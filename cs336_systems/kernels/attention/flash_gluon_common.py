@@ -64,7 +64,7 @@ LAYOUTS = {
     2: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),
     1: gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1),
 }
-"""How TMA lays out a tile (4 axes), a block of DQ (2 axes) and a piece of STARTS (1 axis) in shared memory."""
+"""How TMA lays out a tile (4 axes), a block of DQ (2 axes) and a piece of INITIAL (1 axis) in shared memory."""
 NUM_WARPS = 4
 """Warps of the first warpgroup; a kernel adds the other warpgroups and the warp that loads."""
 MAX_REGISTERS = {2: 168, 3: 128}
