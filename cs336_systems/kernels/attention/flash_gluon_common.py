@@ -147,7 +147,7 @@ def phase_of(step):
 def apart(numbers):
     """The columns of a product's layout as a sum of two: a constant, and a number that a thread has for all columns.
 
-    A thread has columns 0, 1, 8, 9, 16 and so on, plus 2, 4 or 6. Comparing the constants saves a register per column.
+    A thread has columns 0, 1, 8, 9, 16 and so on, plus 0, 2, 4 or 6. Comparing the constants saves a register for each.
     """
     return numbers & -7, numbers & 6
 
