@@ -85,20 +85,40 @@ class Hopper:
 
 
 EXPONENTIAL, WAIT_FOR_PRODUCTS = "MUFU.EX2", "DEPBAR.LE gsb0, "
+SPILLED = 33
+"""The most loads and stores of spilled registers in a loop, with documents or in order: Triton 3.9. Elsewhere none."""
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 """A program's limit, by compute capability. The tiles were measured on Hopper, and must fit an A100 too."""
 
 
-def spilled(cubin: bytes) -> int:
-    """The bytes of a thread that did not fit into its registers."""
+def dumped(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def spilled(cubin: bytes) -> int:
+    """The bytes of a thread that did not fit into its registers."""
+    said = dumped(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found is not None, said
     return int(found[2])
+
+
+def spilled_in_loops(cubin: bytes) -> list[int]:
+    """How many loads and stores of spilled registers each inner loop with products has.
+
+    A loop ends with a conditional branch backwards. (Those without a condition return from waiting for a barrier.)
+    """
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.+?) *;", dumped(cubin, "-sass"))]
+    branches = [(re.fullmatch(r"@!?U?P\d BRA.*(0x\w+)", text), at) for at, text in code]
+    ends = [(int(branch[1], 16), at) for branch, at in branches if branch and int(branch[1], 16) < at]
+    loops = {(first, last): [text for at, text in code if first <= at <= last] for first, last in ends}
+    loops = {ends: body for ends, body in loops.items() if any("HGMMA" in text for text in body)}
+    inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    return [sum(bool(re.search(r"\b(STL|LDL)\b", text)) for text in loops[x]) for x in inner]
 
 
 def exponentials(sass: str, products_left: int) -> list[int]:
@@ -128,7 +148,7 @@ def compile_gluon() -> None:
         x = dict(q_=q, k_=k, v_=k, o_=q, do_=q, dq_=q, dk_=k, dv_=k)
         more = dict(L=torch.zeros(q.shape[:-1]), COUNTER=torch.zeros(1, dtype=torch.int32))
         flash_triton._add_documents(more, band)
-        more |= dict(STARTS=flash_triton.new_vectors(q), DQ=flash_triton.new_sums(q))
+        more |= dict(INITIAL=flash_triton.new_vectors(q), DQ=flash_triton.new_sums(q))
         for phase in ("forward", "prepare", "gradients", "gradients in order", "finish"):
             launch = flash_triton.gluon_launch(phase.split()[0], x, is_causal, band, is_ordered=" " in phase)
             compiled = launch._kernel.warmup(*launch.arguments(x | more), grid=(6,), **launch.options)
@@ -136,7 +156,9 @@ def compile_gluon() -> None:
             if phase not in ("prepare", "finish"):
                 assert "setmaxnreg.dec" in compiled.asm["ptx"], case
                 assert compiled.metadata.shared <= SHARED_MEMORY[90], case
-                assert spilled(compiled.asm["cubin"]) <= 128, case  # nearly all outside of the loops
+                spills = spilled_in_loops(compiled.asm["cubin"])
+                assert len(spills) >= 2, case  # every warpgroup that computes has such loops
+                assert max(spills) <= (0 if band is None and " " not in phase else SPILLED), (case, spills)
                 sass = compiled.asm["sass"]
                 assert sass.count(WAIT_FOR_PRODUCTS) < sass.count("HGMMA") / 4, case  # no product is waited for alone
             if phase == "forward":

@@ -219,8 +219,15 @@ def _wait_until_read(left: int) -> None:
         _warps.writes.append(_warps.stores.pop(0)())
 
 
-def _wait_until_written(source: str, *_: Any) -> None:
-    assert source.startswith("cp.async.bulk.wait_group 0;")
+def _assembly(source: str, *_: Any) -> Tensor:
+    if source.startswith("cp.async.bulk.wait_group 0;"):
+        _wait_until_written()
+    else:
+        assert source == "mov.b32 $0, 0;"
+    return torch.tensor(0)
+
+
+def _wait_until_written() -> None:
     _wait_until_read(0)
     while _warps.writes:
         _warps.writes.pop(0)()
@@ -254,7 +261,7 @@ def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> N
         function(*arguments)
         assert not _warps.products, "products were not waited for"
         assert not _warps.stores, "stores were not waited for"
-        _wait_until_written("cp.async.bulk.wait_group 0;")
+        _wait_until_written()
 
     _at_once([functools.partial(run, i) for i in range(len(partitions))])
 
@@ -337,7 +344,7 @@ def _language() -> types.ModuleType:
         load=_load,
         store=_store,
         atomic_add=_atomic_add,
-        inline_asm_elementwise=_wait_until_written,
+        inline_asm_elementwise=_assembly,
         barrier=lambda: None,
         allocate_shared_memory=_allocate,
         warp_specialize=_specialize,

@@ -3,6 +3,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_basics.attention import Documents
+from cs336_systems.kernels.attention import get_attention
 from cs336_systems.kernels.attention.contract import (
     Band,
     as_4d,
@@ -122,6 +123,25 @@ def test_a_band_that_does_not_fit_is_named() -> None:
     assert band_of(None, None) is None
     with pytest.raises(ValueError, match=r"^documents is a Tensor: it must be Documents, which"):
         band_of(None, starts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["naive", "vectorized_torch", "flash_torch", "sdpa"])
+def test_a_window_as_long_as_the_sequence_hides_nothing(name: str) -> None:
+    attention, q = get_attention(name), torch.randn(2, 3, 8, 16)
+    assert [check_band(q, q, True, Band(window)) for window in (7, 8, 2**70)] == [7, None, None]
+    for window in (8, 2**70):
+        assert torch.equal(attention(q, q, q, True, window=window), attention(q, q, q, True))
+
+
+@pytest.mark.parametrize("name", ["naive", "vectorized_torch", "flash_torch", "flash_cuda", "sdpa"])
+def test_tensors_are_checked_before_a_window(name: str) -> None:
+    q = torch.ones(2, 3, 8, 16)
+    with pytest.raises(ValueError, match=r"^q is a NoneType: it must be a tensor$"):
+        get_attention(name)(None, q, q, True, window=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^k is a list: it must be a tensor$"):
+        get_attention(name)(q, [], q, True, window=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^q has shape \(16,\): it must be \(\.\.\., length, head size\)$"):
+        get_attention(name)(*[q[0, 0, 0]] * 3, True, window=3)
 
 
 def test_other_numbers_of_heads_are_named() -> None:

@@ -92,10 +92,13 @@ def _check_heads(of_q: int, of_k: int, of_v: int, equal_heads: str | None) -> No
         raise ValueError(f"k has {of_k} heads: {equal_heads} needs as many as q has, which are {of_q}")
 
 
-def check_band(q: Tensor, k: Tensor, is_causal: bool, band: Band | None) -> None:
-    """Raise a ValueError with the argument, its value and the accepted values, if a window or documents do not fit."""
+def check_band(q: Tensor, k: Tensor, is_causal: bool, band: Band | None) -> int | None:
+    """The band's window, or None if it hides no key, because it is at least as long as the sequence.
+
+    Raises a ValueError with the argument, its value and the accepted values, if a window or documents do not fit.
+    """
     if band is None:
-        return
+        return None
     if not is_causal or q.shape[-2] != k.shape[-2]:
         given = f"is_causal is {is_causal} with {q.shape[-2]} queries and {k.shape[-2]} keys"
         raise ValueError(f"{given}: a window and documents need True and as many of both")
@@ -108,6 +111,7 @@ def check_band(q: Tensor, k: Tensor, is_causal: bool, band: Band | None) -> None
                 f"documents.{name} is {tuple(x.shape)}, {x.dtype}, on {x.device}: "
                 f"it must be {expected}, torch.int32, on q's device, which is {q.device}"
             )
+    return None if band.window is None or band.window >= k.shape[-2] else band.window
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -20,15 +20,15 @@ Where D_PAD is 64 a tile is twice as long and has two halves, a and b, so that t
     threads          (wait for S a) | P a, dS a  | P b, dS b     | store dQ'; TMA adds it beside S a of the next tile
 
 Three kernels run one after the other: `gradients_kernel` is the loop; the two of `flash_gluon_sums_kernels.py` fill
-STARTS and clear DQ before it, and scale and round DQ after it.
+INITIAL and clear DQ before it, and scale and round DQ after it.
 
 Two things hide the waits. The product that gives dQ is one tile late: when it starts, the dS of the other warpgroup
-came long ago. And the sums of scores and dP start from STARTS instead of zero, so that no instruction subtracts the
+came long ago. And the sums of scores and dP start from INITIAL instead of zero, so that no instruction subtracts the
 logsumexp and delta afterwards, when shared memory is busy with products.
 
 Legend, in addition to the legend of `flash_gluon_common.py`
     QUERIES        queries of a tile: 128 where D_PAD is 64, and 64 where it is 128
-    STARTS         (2 * B * H, N_PAD): -L / scale for all heads, then -delta = -rowsum(do * o) for all heads. Beyond
+    INITIAL        (2 * B * H, N_PAD): -L / scale for all heads, then -delta = -rowsum(do * o) for all heads. Beyond
                    N_q L is infinite, so the probability is 0
     ADDED          for each block of DQ the number of programs that added to it. It follows COUNTER in memory
     DQ             (B * H * N_PAD * D_PAD / 32, 32): dq / scale in float32, in blocks of 64 queries and 64 columns, each
@@ -48,6 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .flash_gluon_common import (
     BLOCK,
+    COPIES_OPERANDS,
     GROUPS,
     LENGTHS,
     LOG2_E,
@@ -56,6 +57,7 @@ from .flash_gluon_common import (
     STAGES,
     add_out,
     after_query,
+    apart,
     barrier,
     barriers,
     copy_in,
@@ -65,6 +67,7 @@ from .flash_gluon_common import (
     place,
     query_head,
     read_count,
+    stage_of,
     store_tile,
     take_tile,
     viewed_as,
@@ -112,8 +115,8 @@ def _producer(
 ):
     """Load the keys and values, then the tiles of queries in the order in which the warpgroups read them."""
     descs, buffers, bars, COUNTER, _, H, N_q, N_k, band, TILES, HEADS = work
-    q_, k_, v_, do_, _, _, STARTS, _ = descs
-    k, v, q_buffers, do_buffers, s_starts, dp_starts, _, _, tiles = buffers
+    q_, k_, v_, do_, _, _, INITIAL, _ = descs
+    k, v, q_buffers, do_buffers, s_initial, dp_initial, _, _, tiles = buffers
     tile_ready, kv_ready, kv_empty, ready, empty, _ = bars
     QUERIES: gl.constexpr = q_buffers.shape[1]
     N_PAD = gl.cdiv(N_q, BLOCK) * BLOCK
@@ -123,29 +126,42 @@ def _producer(
         b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
         mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)
         mbarrier.expect(kv_ready.index(0), 2 * k_.block_type.nbytes)
-        load_tile(k_, b, h, n0, k, kv_ready.index(0))
-        load_tile(v_, b, h, n0, v, kv_ready.index(0))
+        load_tile(k_, b, h, n0, k.index(0), kv_ready.index(0))
+        load_tile(v_, b, h, n0, v.index(0), kv_ready.index(0))
         for g in range(G):
             q_h, q_bh = query_head(h, g, G), query_head(bh, g, G)
             for t in range(first, count):
                 step = start + t - first
-                stage, row = step % STAGES, t * QUERIES
+                stage, row = stage_of(step), t * QUERIES
                 wait_empty(empty, step)
                 bar = ready.index(stage)
-                mbarrier.expect(bar, 2 * (q_.block_type.nbytes + STARTS.block_type.nbytes))
+                mbarrier.expect(bar, 2 * (q_.block_type.nbytes + INITIAL.block_type.nbytes))
                 load_tile(q_, b, q_h, row, q_buffers.index(stage), bar)
-                copy_in(STARTS, [q_bh * N_PAD + row], bar, s_starts.index(stage))
+                copy_in(INITIAL, [q_bh * N_PAD + row], bar, s_initial.index(stage))
                 load_tile(do_, b, q_h, row, do_buffers.index(stage), bar)
-                copy_in(STARTS, [(num_heads + q_bh) * N_PAD + row], bar, dp_starts.index(stage))
+                copy_in(INITIAL, [(num_heads + q_bh) * N_PAD + row], bar, dp_initial.index(stage))
             start += count - first
         tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
 
 
 @gluon.jit
-def _start_tile(a, b, starts):
-    """Start a b^T, for the keys of a warpgroup and 64 queries, added to the queries' STARTS."""
-    sums, _ = gl.broadcast(starts.load(_QUERY)[None, :], gl.zeros([_ROWS, 64], gl.float32, _TILE))
+def _here(buffer):
+    """The only one of buffers. Its address is computed here, not before the loop, where it would occupy registers."""
+    zero = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+    return buffer.index(zero)
+
+
+@gluon.jit
+def _own(buffer, group: gl.constexpr):
+    """A warpgroup's rows of the keys or values."""
+    return _here(buffer).slice(group * _ROWS, _ROWS)
+
+
+@gluon.jit
+def _start_tile(a, b, initial):
+    """Start a b^T, for the keys of a warpgroup and 64 queries, added to the queries' INITIAL."""
+    sums, _ = gl.broadcast(initial.load(_QUERY)[None, :], gl.zeros([_ROWS, 64], gl.float32, _TILE))
     return warpgroup_mma(a, b.permute([1, 0]), sums, is_async=True)
 
 
@@ -156,10 +172,11 @@ def _probabilities(s, first_key, m0, limit, sc, N_k, CAUSAL: gl.constexpr, BAND:
         keys = first_key + gl.arange(0, _ROWS, _KEY)
         seen = (keys < N_k)[:, None]
         if CAUSAL:
-            rows = m0 + gl.arange(0, 64, _QUERY)
-            seen = seen & (rows[None, :] >= keys[:, None])
+            row, offset = apart(gl.arange(0, 64, _QUERY)[None, :])
+            first = gl.where(keys < N_k, keys, 2**31 - 1)  # no query sees keys beyond N_k
+            seen = row >= (first - m0)[:, None] - offset
             if BAND != "none":
-                seen = seen & (rows[None, :] < limit[:, None])
+                seen = seen & (row < (limit - m0)[:, None] - offset)
         p = gl.where(seen, p, 0.0)
     return p
 
@@ -167,7 +184,7 @@ def _probabilities(s, first_key, m0, limit, sc, N_k, CAUSAL: gl.constexpr, BAND:
 @gluon.jit
 def _start_dq(k, ds_buffers, ds_ready, step, group: gl.constexpr):
     """Start a warpgroup's block of dq of the tile before: 64 of 128 queries, or 64 of 128 columns."""
-    ds = ds_buffers.index(step % STAGES)
+    ds, k = ds_buffers.index(stage_of(step)), _here(k)
     if ds.shape[1] == 128:
         ds = ds.slice(group * 64, 64, 1)
     else:
@@ -233,20 +250,24 @@ def _loop_in_halves(
     adds the dQ of a tile while the next tile but one runs.
     """
     descs, buffers, bars, COUNTER, scale, _, _, N_k, _, _, _ = work
-    all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, _ = buffers
+    all_k, _, q_buffers, do_buffers, s_initial, dp_initial, ds_buffers, dq_buffers, _ = buffers
     _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
     ADDED = COUNTER + 1
     for t in range(lo, hi):
         step = start + t - first
-        stage = step % STAGES
+        stage = stage_of(step)
         q, do = q_buffers.index(stage), do_buffers.index(stage)
-        s_start, dp_start = s_starts.index(stage), dp_starts.index(stage)
         q1, q2, do1, do2 = q.slice(0, 64), q.slice(64, 64), do.slice(0, 64), do.slice(64, 64)
         seen = _added(ADDED, dq_block + gl.maximum(t - 2, first) * _GROUPS, ORDERED)
         wait_ready(ready, step)
-        s = _start_tile(k, q1, s_start.slice(0, 64))
-        dp = _start_tile(v, do1, dp_start.slice(0, 64))
+        # From registers, a product reads a third less from shared memory; where D_PAD is 128, k does not fit into them.
+        if COPIES_OPERANDS:
+            own_k, own_v = _own(k, group).load(LEFT), _own(v, group)
+        else:
+            own_k, own_v = k, v
+        s = _start_tile(own_k, q1, s_initial.index(stage).slice(0, 64))
+        dp = _start_tile(own_v, do1, dp_initial.index(stage).slice(0, 64))
         if t > first + 1:
             turn = _turn(t - 2, first_key, N_k, 128, CAUSAL)
             _add_to_dq(descs[7], ADDED, dq_block + (t - 2) * _GROUPS, dq_buffers.index(group), seen, turn, ORDERED)
@@ -255,12 +276,12 @@ def _loop_in_halves(
         dp = warpgroup_mma_wait(0, [dp])
         ds = (p * dp).to(q.dtype)
         wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
-        ds_buffer = ds_buffers.index((step + passes + 1) % STAGES).slice(group * _ROWS, _ROWS)
+        ds_buffer = ds_buffers.index(stage_of(step + passes + 1)).slice(group * _ROWS, _ROWS)
         ds_buffer.slice(0, 64, 1).store(ds)
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do1, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q1, dk, is_async=True)
-        s = _start_tile(k, q2, s_start.slice(64, 64))
-        dp = _start_tile(v, do2, dp_start.slice(64, 64))
+        s = _start_tile(own_k, q2, s_initial.index(stage).slice(64, 64))
+        dp = _start_tile(own_v, do2, dp_initial.index(stage).slice(64, 64))
         dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group)
         s, dv, dk = warpgroup_mma_wait(2, [s, dv, dk])
         p = _probabilities(s, first_key, t * 128 + 64, limit, sc, N_k, CAUSAL, BAND, MASKED)
@@ -270,7 +291,7 @@ def _loop_in_halves(
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do2, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q2, dk, is_async=True)
         fence_async_shared()
-        mbarrier.arrive(ds_ready.index((step + passes + 1) % STAGES))
+        mbarrier.arrive(ds_ready.index(stage_of(step + passes + 1)))
         dq = warpgroup_mma_wait(2, [dq])
         _store_dq(dq, dq_buffers.index(group), ADDED + dq_block + (t - 2) * _GROUPS, t > first + 1, ORDERED)
         dv, dk = warpgroup_mma_wait(0, [dv, dk])
@@ -285,27 +306,27 @@ def _loop(
 ):  # fmt: skip
     """The tiles of 64 queries from lo to hi, where D_PAD is 128."""
     descs, buffers, bars, COUNTER, scale, _, _, N_k, _, _, _ = work
-    all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, _ = buffers
+    all_k, _, q_buffers, do_buffers, s_initial, dp_initial, ds_buffers, dq_buffers, _ = buffers
     _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
     ADDED = COUNTER + 1
     for t in range(lo, hi):
         step = start + t - first
-        stage = step % STAGES
+        stage = stage_of(step)
         q, do = q_buffers.index(stage), do_buffers.index(stage)
         seen = _added(ADDED, dq_block + gl.maximum(t - 1, first) * _GROUPS, ORDERED)
         wait_ready(ready, step)
-        s = _start_tile(k, q, s_starts.index(stage))
-        dp = _start_tile(v, do, dp_starts.index(stage))
+        s = _start_tile(_own(k, group), q, s_initial.index(stage))
+        dp = _start_tile(_own(v, group), do, dp_initial.index(stage))
         s = warpgroup_mma_wait(1, [s])
         p = _probabilities(s, first_key, t * 64, limit, sc, N_k, CAUSAL, BAND, MASKED)
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, [dp])
         ds = (p * dp).to(q.dtype)
         wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
-        ds_buffers.index((step + passes + 1) % STAGES).slice(group * _ROWS, _ROWS).store(ds)
+        ds_buffers.index(stage_of(step + passes + 1)).slice(group * _ROWS, _ROWS).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_ready.index((step + passes + 1) % STAGES))
+        mbarrier.arrive(ds_ready.index(stage_of(step + passes + 1)))
         dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, [dq, dv])
@@ -350,14 +371,14 @@ def _consumer(
                 wait_empty(empty, start + 1)
             # The first tile of queries has no tile before it: the loop multiplies these zeros instead.
             zeros = gl.zeros([_ROWS, QUERIES], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16]))
-            ds_buffers.index((start + passes) % STAGES).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
+            ds_buffers.index(stage_of(start + passes)).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
             fence_async_shared()
-            mbarrier.arrive(ds_ready.index((start + passes) % STAGES))
+            mbarrier.arrive(ds_ready.index(stage_of(start + passes)))
             if g > 0:  # both groups have read the last dS
                 wait_ready(ds_ready, start + passes)
-            k, v = all_k.slice(group * _ROWS, _ROWS), all_v.slice(group * _ROWS, _ROWS)
-            if D_PAD == 64:  # from registers, a product reads a third less from shared memory; 128 columns do not fit
-                k = k.load(LEFT)
+            k, v = all_k, all_v
+            if D_PAD == 64 and not COPIES_OPERANDS:
+                k, v = _own(all_k, group).load(LEFT), _own(all_v, group)
             masked = first  # the first tile of queries that needs no mask
             if CAUSAL:
                 masked = gl.minimum(first + BLOCK // QUERIES, count)
@@ -409,7 +430,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def gradients_kernel(
-    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, COUNTER, DOCUMENT_ENDS, scale, H, N_q, N_k, WINDOW, TILES, HEADS,
+    q_, k_, v_, do_, dk_, dv_, INITIAL, DQ, COUNTER, DOCUMENT_ENDS, scale, H, N_q, N_k, WINDOW, TILES, HEADS,
     D_PAD: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of this program's tiles of keys, and their part of DQ."""
@@ -417,12 +438,12 @@ def gradients_kernel(
     QUERIES: gl.constexpr = q_.block_type.shape[2]
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     plain: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    k = gl.allocate_shared_memory(dtype, [BLOCK, D_PAD], shared)
-    v = gl.allocate_shared_memory(dtype, [BLOCK, D_PAD], shared)
+    k = gl.allocate_shared_memory(dtype, [1, BLOCK, D_PAD], shared)
+    v = gl.allocate_shared_memory(dtype, [1, BLOCK, D_PAD], shared)
     q_buffers = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D_PAD], shared)
     do_buffers = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D_PAD], shared)
-    s_starts = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
-    dp_starts = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
+    s_initial = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
+    dp_initial = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     ds_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, QUERIES], shared)
     dq_buffers = gl.allocate_shared_memory(gl.float32, [_GROUPS, 128, 32], gl.NVMMASharedLayout(128, 32, 2))
     tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 32], plain)
@@ -431,8 +452,8 @@ def gradients_kernel(
     ready, empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
     ds_ready = barriers(STAGES, _GROUPS)
     fence_async_shared()
-    descs = (q_, k_, v_, do_, dk_, dv_, STARTS, DQ)
-    buffers = (k, v, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, tiles)
+    descs = (q_, k_, v_, do_, dk_, dv_, INITIAL, DQ)
+    buffers = (k, v, q_buffers, do_buffers, s_initial, dp_initial, ds_buffers, dq_buffers, tiles)
     bars = (tile_ready, kv_ready, kv_empty, ready, empty, ds_ready)
     band = (DOCUMENT_ENDS, DOCUMENT_ENDS, WINDOW)  # the starts are not used
     work = (descs, buffers, bars, COUNTER, scale, H, N_q, N_k, band, TILES, HEADS)

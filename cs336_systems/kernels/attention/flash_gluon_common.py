@@ -32,6 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # Triton 3.6 has the second name of each, 3.9 the first.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+COPIES_OPERANDS = gl.constexpr(hasattr(tma, "async_load"))
+"""Whether Triton copies an operand in registers for each product. 3.9 does, so it has registers for fewer numbers."""
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
@@ -62,7 +64,7 @@ LAYOUTS = {
     2: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),
     1: gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1),
 }
-"""How TMA lays out a tile (4 axes), a block of DQ (2 axes) and a piece of STARTS (1 axis) in shared memory."""
+"""How TMA lays out a tile (4 axes), a block of DQ (2 axes) and a piece of INITIAL (1 axis) in shared memory."""
 NUM_WARPS = 4
 """Warps of the first warpgroup; a kernel adds the other warpgroups and the warp that loads."""
 MAX_REGISTERS = {2: 168, 3: 128}
@@ -130,15 +132,36 @@ def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
+def stage_of(step):
+    """step % STAGES. For a `%`, Triton 3.9 makes one vector division of two, and each thread keeps its own result."""
+    return step & (STAGES - 1)
+
+
+@gluon.jit
+def phase_of(step):
+    """The phase of a step's round: (step // STAGES) & 1, where STAGES is 2."""
+    return step >> 1 & 1
+
+
+@gluon.jit
+def apart(numbers):
+    """The columns of a product's layout as a sum of two: a constant, and a number that a thread has for all columns.
+
+    A thread has columns 0, 1, 8, 9, 16 and so on, plus 0, 2, 4 or 6. Comparing the constants saves a register for each.
+    """
+    return numbers & -7, numbers & 6
+
+
+@gluon.jit
 def wait_ready(ready, step):
     """Wait until TMA has filled the stage of a step."""
-    mbarrier.wait(ready.index(step % STAGES), step // STAGES & 1)
+    mbarrier.wait(ready.index(stage_of(step)), phase_of(step))
 
 
 @gluon.jit
 def wait_empty(empty, step):
     """Wait until the stage of a step has been read, in its round before."""
-    mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
+    mbarrier.wait(empty.index(stage_of(step)), phase_of(step) ^ 1)
 
 
 @gluon.jit
@@ -151,8 +174,8 @@ def take_tile(COUNTER, tiles, tile_ready, i):
     ones = gl.full([32], 1, gl.int32, _ONE_WARP)
     taken = gl.atomic_add(COUNTER + lanes * 0, ones, mask=lanes == 0)
     tile = gl.num_programs(0) + gl.max(gl.where(lanes == 0, taken, 0), 0)
-    tiles.index(i % STAGES).store(tile * ones)
-    mbarrier.arrive(tile_ready.index(i % STAGES))
+    tiles.index(stage_of(i)).store(tile * ones)
+    mbarrier.arrive(tile_ready.index(stage_of(i)))
     return tile
 
 
@@ -160,7 +183,7 @@ def take_tile(COUNTER, tiles, tile_ready, i):
 def next_tile(tiles, tile_ready, i):
     """The tile after the i-th, which the loading warp has taken."""
     wait_ready(tile_ready, i)
-    return gl.max(tiles.index(i % STAGES).load(_FOUR_WARPS), 0)
+    return gl.max(tiles.index(stage_of(i)).load(_FOUR_WARPS), 0)
 
 
 @gluon.jit

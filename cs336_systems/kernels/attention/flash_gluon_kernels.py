@@ -37,12 +37,14 @@ from .flash_gluon_common import (
     REGISTERS_OF_THREE,
     ROWS,
     STAGES,
+    apart,
     barriers,
     first_key,
     key_head,
     load_tile,
     next_tile,
     place,
+    stage_of,
     store_tile,
     take_tile,
     wait_empty,
@@ -91,9 +93,9 @@ def _seen(m0, rows: gl.constexpr, b, N_k, band, CAUSAL: gl.constexpr, BAND: gl.c
 def _load_next(desc, b, h, row, buffers, ready, empty, step):
     """Have TMA fill the stage of a step, as soon as the stage has been read."""
     wait_empty(empty, step)
-    bar = ready.index(step % STAGES)
+    bar = ready.index(stage_of(step))
     mbarrier.expect(bar, desc.block_type.nbytes)
-    load_tile(desc, b, h, row, buffers.index(step % STAGES), bar)
+    load_tile(desc, b, h, row, buffers.index(stage_of(step)), bar)
 
 
 @gluon.jit
@@ -128,7 +130,7 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
 def _start_scores(q, k_buffers, k_ready, step):
     """Start q k^T for the keys of a step, when they have come."""
     wait_ready(k_ready, step)
-    k = k_buffers.index(step % STAGES)
+    k = k_buffers.index(stage_of(step))
     zeros = gl.zeros([_ROWS, _BN], gl.float32, _SCORES)
     return warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
@@ -137,7 +139,7 @@ def _start_scores(q, k_buffers, k_ready, step):
 def _start_output(p, acc, v_buffers, v_ready, step):
     """Start acc + p v for the values of a step, when they have come."""
     wait_ready(v_ready, step)
-    return warpgroup_mma(p, v_buffers.index(step % STAGES), acc, is_async=True)
+    return warpgroup_mma(p, v_buffers.index(stage_of(step)), acc, is_async=True)
 
 
 @gluon.jit
@@ -146,9 +148,9 @@ def _pass_over(bars, lo, hi):
     _, _, _, k_ready, k_empty, v_ready, v_empty = bars
     for step in range(lo, hi):
         wait_ready(k_ready, step)
-        mbarrier.arrive(k_empty.index(step % STAGES))
+        mbarrier.arrive(k_empty.index(stage_of(step)))
         wait_ready(v_ready, step)
-        mbarrier.arrive(v_empty.index(step % STAGES))
+        mbarrier.arrive(v_empty.index(stage_of(step)))
 
 
 @gluon.jit
@@ -157,13 +159,13 @@ def _softmax(
 ):
     """One step of the online softmax: the probabilities, the factor of the output so far, total and m."""
     if MASKED:
-        columns = n0 + gl.arange(0, _BN, _COLUMN)
-        seen = (columns < N_k)[None, :]
+        column, offset = apart(gl.arange(0, _BN, _COLUMN)[None, :])
+        seen = column < N_k - n0 - offset
         if CAUSAL:
             rows = first_row + gl.arange(0, _ROWS, _ROW)
-            seen = seen & (rows[:, None] >= columns[None, :])
+            seen = column <= (gl.minimum(rows, N_k - 1) - n0)[:, None] - offset
         if BAND != "none":
-            seen = seen & (columns[None, :] >= limit[:, None])
+            seen = seen & (column >= (limit - n0)[:, None] - offset)
         s = gl.where(seen, s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * sc)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far is above -inf; -inf - -inf is NaN
@@ -196,8 +198,8 @@ def _loop(
         mbarrier.wait(q_ready.index(group), i & 1)
         acc, p_next = warpgroup_mma_wait(0, [output, p_next])
         p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        mbarrier.arrive(k_empty.index((step + 1) % STAGES))
-        mbarrier.arrive(v_empty.index(step % STAGES))
+        mbarrier.arrive(k_empty.index(stage_of(step + 1)))
+        mbarrier.arrive(v_empty.index(stage_of(step)))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
     return p, acc, total, m
 
@@ -232,7 +234,7 @@ def _consumer(
         mbarrier.wait(q_ready.index(group), i & 1)
         scores = _start_scores(q, k_buffers, k_ready, start)
         s = warpgroup_mma_wait(0, [scores])
-        mbarrier.arrive(k_empty.index(start % STAGES))
+        mbarrier.arrive(k_empty.index(stage_of(start)))
         acc = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
         total = gl.zeros([_ROWS], gl.float32, _ROW)
         m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
@@ -251,7 +253,7 @@ def _consumer(
         mbarrier.arrive(q_empty.index(group))
         output = _start_output(p, acc, v_buffers, v_ready, start - 1)
         acc = warpgroup_mma_wait(0, [output])
-        mbarrier.arrive(v_empty.index((start - 1) % STAGES))
+        mbarrier.arrive(v_empty.index(stage_of(start - 1)))
         _pass_over(bars, start, base - tile_begin)
         start = base - tile_begin
         rows = first_row + gl.arange(0, _ROWS, _ROW)

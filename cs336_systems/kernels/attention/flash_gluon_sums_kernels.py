@@ -14,9 +14,9 @@ def _offsets(strides, b, h, rows, columns):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prepare_kernel(
-    o_, do_, L, STARTS, DQ, COUNTER, o_strides, do_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl.constexpr
+    o_, do_, L, INITIAL, DQ, COUNTER, o_strides, do_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl.constexpr
 ):  # fmt: skip
-    """STARTS and zeros in DQ and ADDED, for 64 queries; zero in COUNTER."""
+    """INITIAL and zeros in DQ and ADDED, for 64 queries; zero in COUNTER."""
     tiles = tl.cdiv(N_q, 128) * 2
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     rows, columns = tile * 64 + tl.arange(0, 64), tl.arange(0, D_PAD)
@@ -24,9 +24,9 @@ def prepare_kernel(
     o = tl.load(o_ + _offsets(o_strides, bh // H, bh % H, rows, columns), mask=ok, other=0.0).to(tl.float32)
     do = tl.load(do_ + _offsets(do_strides, bh // H, bh % H, rows, columns), mask=ok, other=0.0).to(tl.float32)
     logsumexp = tl.load(L + bh.to(tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf"))
-    starts = STARTS + bh.to(tl.int64) * tiles * 64 + rows
-    tl.store(starts, -logsumexp / scale)
-    tl.store(starts + (tl.num_programs(0) // tiles).to(tl.int64) * tiles * 64, -tl.sum(o * do, 1))
+    initial = INITIAL + bh.to(tl.int64) * tiles * 64 + rows
+    tl.store(initial, -logsumexp / scale)
+    tl.store(initial + (tl.num_programs(0) // tiles).to(tl.int64) * tiles * 64, -tl.sum(o * do, 1))
     tl.store(COUNTER, 0, mask=tl.program_id(0) == 0)
     for i in tl.static_range(D_PAD // 64):
         tl.store(COUNTER + 1 + tl.program_id(0) * (D_PAD // 64) + i, 0)

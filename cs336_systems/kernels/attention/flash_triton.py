@@ -158,8 +158,8 @@ def flash_backward(
         _add_documents(tensors, band)
         if "VECTORS" in launches[0].tensors:
             tensors["VECTORS"] = new_vectors(tensors["q_"])
-        if "STARTS" in launches[0].tensors:
-            tensors["STARTS"], tensors["DQ"] = new_vectors(tensors["q_"]), new_sums(tensors["q_"])
+        if "INITIAL" in launches[0].tensors:
+            tensors["INITIAL"], tensors["DQ"] = new_vectors(tensors["q_"]), new_sums(tensors["q_"])
             tensors["COUNTER"] = torch.empty(1 + tensors["DQ"].numel() // 4096, dtype=torch.int32, device=q.device)
         with launches[1].compiling(tensors) if is_new and len(launches) > 1 else _NO_CONTEXT:
             launches[0](tensors)
@@ -174,7 +174,7 @@ def deterministic_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bo
 
 
 def new_vectors(q: Tensor) -> Tensor:
-    """An uninitialised buffer for VECTORS or STARTS, two numbers for each row of q (B, H, N_q, D)."""
+    """An uninitialised buffer for VECTORS or INITIAL, two numbers for each row of q (B, H, N_q, D)."""
     return torch.empty((2 * q.shape[0] * q.shape[1], _padded_length(q)), dtype=torch.float32, device=q.device)
 
 
@@ -329,9 +329,9 @@ def gluon_launch(
 ) -> Launch:
     """The launch of a kernel of the Gluon modules, where `_use_gluon` says so, for tensors like these, all of them 4-D.
 
-    phase is "forward" (counts in COUNTER, fills o_ and L), "prepare" (fills STARTS, DQ and COUNTER), "gradients" (reads
-    STARTS, counts in COUNTER, fills dk_ and dv_, adds to DQ) or "finish" (reads DQ, fills dq_). is_ordered: "gradients"
-    adds in the same order every time.
+    phase is "forward" (counts in COUNTER, fills o_ and L), "prepare" (fills INITIAL, DQ and COUNTER), "gradients"
+    (reads INITIAL, counts in COUNTER, fills dk_ and dv_, adds to DQ) or "finish" (reads DQ, fills dq_). is_ordered:
+    "gradients" adds in the same order every time.
     """
     q, k = tensors["q_"], tensors["k_"]
     d_pad = padded_head_size(q.shape[3])
@@ -353,7 +353,7 @@ def gluon_launch(
         kernel, tiled, looped_over = gluon_backward.gradients_kernel, k, q
         queries = gluon_backward.queries_of_a_tile(d_pad)
         blocks = _blocks(q, queries, rows) | {name: [1, 1, groups * rows, d_pad] for name in ("k_", "v_")}
-        blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
+        blocks |= {"INITIAL": [queries], "DQ": gluon_backward.DQ_BLOCK}
         more = dict(ORDERED=is_ordered)
     tiles = triton.cdiv(tiled.shape[2], groups * rows) * tiled.shape[0] * tiled.shape[1]
     heads = _heads_together(tiled, looped_over, 8)

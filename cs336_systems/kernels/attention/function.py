@@ -69,7 +69,10 @@ def flash_function(
     class FlashAttention(FlashFunction):
         @classmethod
         def call(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False, band: Band | None = None) -> Tensor:
-            check_band(Q, K, is_causal, band)
+            if band is not None:
+                check_qkv(Q, K, V, is_causal)
+                window = check_band(Q, K, is_causal, band)
+                band = None if window is None and band.starts is None else Band(window, band.starts, band.ends)
             if torch.compiler.is_compiling():
                 return forward_op(Q, K, V, is_causal, *(band or ()))[0]
             return cls.apply(Q, K, V, is_causal, *(band or ()))

@@ -37,11 +37,10 @@ def sdpa(
     Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
-    band = band_of(window, documents)
-    check_band(q, k, is_causal, band)
+    window = check_band(q, k, is_causal, band_of(window, documents))
     if q.is_cuda and (q.numel() == 0 or k.numel() == 0):  # PyTorch 2.11 returns no tensor at all here
         return sdpa_math(q, k, v, is_causal)
-    if band is None:
+    if window is None and documents is None:
         return _scaled_dot_product(q, k, v, is_causal)
     visible = visible_keys(q.shape[-2], k.shape[-2], q.device, window, documents)
     return _scaled_dot_product(q, k, v, False, visible.flatten(0, -4) if visible.ndim > 4 else visible)
@@ -96,7 +95,7 @@ def flex(
     _check_supported("flex", q, k, v, is_causal, dtypes=(*_LOW_PRECISION, torch.float32), only_square=False)
     if q.shape[-1] < 16:
         raise ValueError(f"q has head size {q.shape[-1]}: flex serves 16 to 256")
-    check_band(q, k, is_causal, band_of(window, documents))
+    window = check_band(q, k, is_causal, band_of(window, documents))
     return _flex(q, k, v, is_causal, window, documents)
 
 
@@ -124,7 +123,7 @@ def fa4(
     _check_supported("fa4", q, k, v, is_causal)
     if q.shape[-1] % 8:
         raise ValueError(f"q has head size {q.shape[-1]}: fa4 serves multiples of 8")
-    check_band(q, k, is_causal, band_of(window, documents))
+    window = check_band(q, k, is_causal, band_of(window, documents))
     mask: dict[str, Any] = dict(causal=is_causal, window_size=(None, None) if window is None else (window - 1, 0))
     by_position = [as_4d(x).transpose(1, 2) for x in (q, k, v)]  # (B, N, H, D)
     if documents is None:

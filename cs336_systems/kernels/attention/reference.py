@@ -30,7 +30,7 @@ def naive(
     Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
-    check_band(q, k, is_causal, band_of(window, documents))
+    window = check_band(q, k, is_causal, band_of(window, documents))
     return scaled_dot_product_attention(q, k, v, is_causal, window=window, documents=documents)
 
 
@@ -78,7 +78,7 @@ def vectorized_torch(
     Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
-    check_band(q, k, is_causal, band_of(window, documents))
+    window = check_band(q, k, is_causal, band_of(window, documents))
     with without_autocast(q.device.type):
         rows = (*k.shape[:-2], group_size(q, k) * q.shape[-2])
         scores = (q * (1 / math.sqrt(q.shape[-1]))).reshape(*rows, q.shape[-1]) @ k.mT
