@@ -93,8 +93,7 @@ def orthogonalize(matrices: Float[Tensor, "*batch rows columns"]) -> Float[Tenso
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = torch.bmm(x, x.mT) if rows <= columns else torch.bmm(x.mT, x)  # the smaller one
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        factors = (polynomial, x) if rows <= columns else (x, polynomial)
-        x = torch.baddbmm(x, *factors, beta=a)
+        x = torch.baddbmm(x, *((polynomial, x) if rows <= columns else (x, polynomial)), beta=a)
     return x.view(matrices.shape).bfloat16()
 
 

@@ -25,7 +25,8 @@ def _directions_kernel(
         row, first, inside = block_of(addresses, blocks, ALIGNED, BLOCK)
         at_buffer = pointers(row + 2 * count, first, WEIGHT, ALIGNED, BLOCK)
         place = tl.load(row + 3 * count) + first
-        at_direction = directions + (tl.multiple_of(place, 16) if ALIGNED else place) + tl.arange(0, BLOCK)
+        # Four neighbours a thread, as in `pointers`.
+        at_direction = directions + (tl.multiple_of(place, 4) if ALIGNED else place) + tl.arange(0, BLOCK)
         g = tl.load(pointers(row + count, first, GRADIENT, ALIGNED, BLOCK), mask=inside, other=0.0)
         g = g.to(tl.float32) * factor
         buffer = momentum * tl.load(at_buffer, mask=inside, other=0.0) + rest * g

@@ -22,14 +22,15 @@ from ..planner.accounting import orthogonalization_flops
 from .optimizer import MASTER, FusedAdamW, in_memory, local_part
 
 BATCH = 2**24
-"""Numbers that are orthogonalised together: enough for a GPU, and less memory than activations take."""
+"""Numbers that are orthogonalised together at most, unless one matrix has more: about 10 bytes each of temporaries."""
 
 
 class Muon(FusedAdamW):
     """Muon in the parameter groups that have a `momentum`, AdamW in the others.
 
     Muon's rate is the `lr` of its group times `lr_ratio`, so that one schedule sets both rates. As in FusedAdamW the
-    host decides nothing, so a CUDA graph can hold the step: one that is skipped moves the weights by zeros.
+    host decides nothing, so a CUDA graph can hold the step. Matrices of equal shape are orthogonalised together, so
+    that small ones fill a GPU.
 
     Only a whole matrix can be orthogonalised, so each one whose rows are sharded has an owner, and the work is spread
     evenly over the ranks. A round takes one matrix of each rank: their rows go to the owners and come back
@@ -108,10 +109,7 @@ class Muon(FusedAdamW):
         return directions_torch(gradients, buffers, **how)
 
     def _move(self, parameters: Sequence[Tensor], updates: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Decay this rank's rows of weights and subtract updates, which get a root mean square of 0.2 rates.
-
-        The whole matrices have one shape.
-        """
+        """Decay this rank's rows of matrices of one shape; subtract updates with a root mean square of 0.2 rates."""
         weights = [[local_part(t) for t in (self.state[p].get(MASTER, p.detach()), p.detach())] for p in parameters]
         rate, size = group["lr"] * group["lr_ratio"], 0.2 * math.sqrt(max(self._shape(parameters[0])))
         how: dict[str, Any] = dict(factor=self._factor, rate=rate, size=size, weight_decay=group["weight_decay"])

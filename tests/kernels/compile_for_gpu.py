@@ -166,6 +166,7 @@ def compile_adamw_and_muon(everything: bool) -> None:
         assert spilled(compiled.asm["cubin"]) == 0, (name, dtype)
         four_at_once = "LDG.E.64" if name == "square_sum" else "LDG.E.128"  # 16-bit gradients, float32 masters
         assert (four_at_once in compiled.asm["sass"]) == (dtype != torch.float32), (name, dtype)
+        assert ("STS" in compiled.asm["sass"]) == (name == "square_sum"), (name, dtype)  # no layout is converted
         print(name, dtype, "compiled")
 
 
