@@ -79,22 +79,22 @@ def update(
 NEWTON_SCHULZ_STEPS = 5
 
 
-def orthogonalize(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-    """U V^T of a matrix U S V^T, approximately and in bfloat16 (Jordan et al. 2024, "Muon").
+def orthogonalize(matrices: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch rows columns"]:
+    """U V^T of each matrix U S V^T, approximately and in bfloat16 (Jordan et al. 2024, "Muon").
 
     A step of the Newton-Schulz iteration takes each singular value s to a s + b s^3 + c s^5, by matrix products alone.
     These coefficients make small values grow fast. After five steps most values are between 0.7 and 1.2, which serves
     an update as well as 1. Products are in bfloat16 on a GPU and in float32 on a CPU, which is faster there.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    rows, columns = matrix.shape
-    x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    x = x.T if rows > columns else x  # the smaller Gram matrix
-    x = x / x.norm().clamp(min=1e-7)  # no singular value is above 1
+    rows, columns = matrices.shape[-2:]
+    x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32).reshape(-1, rows, columns)
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if rows > columns else x).bfloat16()
+        gram = torch.bmm(x, x.mT) if rows <= columns else torch.bmm(x.mT, x)  # the smaller one
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((polynomial, x) if rows <= columns else (x, polynomial)), beta=a)
+    return x.view(matrices.shape).bfloat16()
 
 
 def get_cosine_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:

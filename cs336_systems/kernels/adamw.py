@@ -11,6 +11,7 @@ are: autograd makes new gradients in each step, and to collect them in one flat 
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,24 +31,30 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @triton.jit
-def _pointers(address, first, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def block_of(addresses, blocks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's column of the table, its first element there, and which of its elements there are."""
+    program = tl.program_id(0)
+    row = addresses + tl.load(blocks + 2 * program)
+    first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
+    left = tl.load(row) - first
+    return row, first, tl.arange(0, BLOCK) < (tl.multiple_of(left, 16) if ALIGNED else left)
+
+
+@triton.jit
+def pointers(address, first, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the elements from `first` on of the tensor whose address is stored at `address`."""
-    pointers = tl.load(address).to(tl.pointer_type(DTYPE)) + first + tl.arange(0, BLOCK)
+    found = tl.load(address).to(tl.pointer_type(DTYPE)) + first + tl.arange(0, BLOCK)
     # A thread has four neighbours of every tensor, 8 bytes where they are 16-bit, so no layout is converted.
-    return tl.multiple_of(pointers, 4 * DTYPE.primitive_bitwidth // 8) if ALIGNED else pointers
+    return tl.multiple_of(found, 4 * DTYPE.primitive_bitwidth // 8) if ALIGNED else found
 
 
 @triton.jit(do_not_specialize=["count"])
 def _square_sum_kernel(
     addresses, blocks, count, sums, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    program = tl.program_id(0)
-    row = addresses + tl.load(blocks + 2 * program)
-    first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
-    left = tl.load(row) - first
-    inside = tl.arange(0, BLOCK) < (tl.multiple_of(left, 16) if ALIGNED else left)
-    g = tl.load(_pointers(row + count, first, GRADIENT, ALIGNED, BLOCK), mask=inside, other=0.0).to(tl.float32)
-    tl.store(sums + program, tl.sum(g * g))
+    row, first, inside = block_of(addresses, blocks, ALIGNED, BLOCK)
+    g = tl.load(pointers(row + count, first, GRADIENT, ALIGNED, BLOCK), mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(0), tl.sum(g * g))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -58,21 +65,17 @@ def _adamw_kernel(
 ):  # fmt: skip
     factor = tl.load(factor_pointer)
     if factor > 0:
-        program = tl.program_id(0)
-        row = addresses + tl.load(blocks + 2 * program)
-        first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
-        left = tl.load(row) - first
-        inside = tl.arange(0, BLOCK) < (tl.multiple_of(left, 16) if ALIGNED else left)
+        row, first, inside = block_of(addresses, blocks, ALIGNED, BLOCK)
         # float64, because 1 - beta^t cancels.
         lr = tl.load(lr_pointer)
         t = tl.load(tl.load(row + 2 * count).to(tl.pointer_type(tl.float32))).to(tl.float64)
         step_size = (lr / (1 - tl.exp2(t * log2_beta1))).to(tl.float32)
         correction = tl.sqrt(1 - tl.exp2(t * log2_beta2)).to(tl.float32)
         kept = (1 - lr * decay).to(tl.float32)
-        at_master = _pointers(row + 3 * count, first, tl.float32, ALIGNED, BLOCK)
-        at_m = _pointers(row + 4 * count, first, tl.float32, ALIGNED, BLOCK)
-        at_v = _pointers(row + 5 * count, first, tl.float32, ALIGNED, BLOCK)
-        g = tl.load(_pointers(row + count, first, GRADIENT, ALIGNED, BLOCK), mask=inside, other=0.0)
+        at_master = pointers(row + 3 * count, first, tl.float32, ALIGNED, BLOCK)
+        at_m = pointers(row + 4 * count, first, tl.float32, ALIGNED, BLOCK)
+        at_v = pointers(row + 5 * count, first, tl.float32, ALIGNED, BLOCK)
+        g = tl.load(pointers(row + count, first, GRADIENT, ALIGNED, BLOCK), mask=inside, other=0.0)
         g = g.to(tl.float32) * factor
         m = beta1 * tl.load(at_m, mask=inside, other=0.0) + rest1 * g
         v = beta2 * tl.load(at_v, mask=inside, other=0.0) + rest2 * g * g
@@ -82,20 +85,24 @@ def _adamw_kernel(
         tl.store(at_v, v, mask=inside)
         tl.store(at_master, master, mask=inside)
         if tl.float32 != WEIGHT:
-            at_weight = _pointers(row + 6 * count, first, WEIGHT, ALIGNED, BLOCK)
+            at_weight = pointers(row + 6 * count, first, WEIGHT, ALIGNED, BLOCK)
             tl.store(at_weight, master.to(WEIGHT), mask=inside)
 
 
 class _Table:
     """One launch: parameters whose tensors have the same dtypes, and are aligned to 16 bytes or not, all of them.
 
-    `addresses` (fields, parameters) has the number of elements, the address of the gradient, and the other addresses.
-    `blocks` (programs, 2) has each program's parameter and the number of its block.
+    `addresses` (fields, parameters) has the number of elements, the address of the gradient, the other addresses, and
+    the place among all elements of all parameters. `blocks` (programs, 2) has each program's parameter and the number
+    of its block.
     """
 
-    def __init__(self, gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]], aligned: bool) -> None:
+    def __init__(
+        self, gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]], places: Sequence[int], aligned: bool
+    ) -> None:
         sizes, device = [g.numel() for g in gradients], gradients[0].device
-        fields = [sizes, [0] * len(sizes), *([t.data_ptr() for t in column] for column in zip(*states, strict=True))]
+        others = [[t.data_ptr() for t in column] for column in zip(*states, strict=True)]
+        fields = [sizes, [0] * len(sizes), *others, places]
         counts = np.array([-(-size // BLOCK) for size in sizes])
         owner = np.repeat(np.arange(len(sizes)), counts)
         number = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
@@ -128,10 +135,16 @@ Tables = dict[Any, list[tuple[_Table, list[int]]]]
 """An optimizer's launch tables, which the caller keeps from step to step, with the places of their gradients."""
 
 
-def _pointed_to(
-    tables: Tables, gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]] | None = None
+def pointed_to(
+    tables: Tables,
+    gradients: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]] | None = None,
+    packed: bool = False,
 ) -> list[_Table]:
-    """The tables of these gradients with their parameters' states, whose tensors must stay where they are."""
+    """The tables of these gradients with their parameters' states, whose tensors must stay where they are.
+
+    packed: a kernel takes one more tensor, with all parameters one after the other.
+    """
     states = states or [()] * len(gradients)
     key = tuple(
         (g.numel(), g.dtype, g.data_ptr() % 16, *(t.data_ptr() for t in state[-1:]))
@@ -139,12 +152,14 @@ def _pointed_to(
     )
     if key not in tables:
         kinds: dict[Any, list[int]] = {}
+        places = [0, *accumulate(g.numel() for g in gradients)]
         for i, (g, state) in enumerate(zip(gradients, states, strict=True)):
-            aligned = g.numel() % 16 == 0 and not any(t.data_ptr() % 16 for t in (g, *state))
+            numbers = (g.numel(), packed * places[i], *(t.data_ptr() for t in (g, *state)))
+            aligned = not any(number % 16 for number in numbers)
             if g.numel():
                 kinds.setdefault((g.dtype, state[-1].dtype if state else None, aligned), []).append(i)
         tables[key] = [
-            (_Table([gradients[i] for i in some], [states[i] for i in some], aligned), some)
+            (_Table([gradients[i] for i in some], [states[i] for i in some], [places[i] for i in some], aligned), some)
             for (*_, aligned), some in kinds.items()
         ]
     for table, some in tables[key]:
@@ -159,7 +174,7 @@ def square_sum(gradients: Sequence[Tensor], tables: Tables) -> Float[Tensor, ""]
     """
     check_device(gradients[0], "square_sum", "a gradient", at_least=OLDEST)
     total = torch.zeros((), device=gradients[0].device)
-    for table in _pointed_to(tables, gradients):
+    for table in pointed_to(tables, gradients):
         sums = torch.empty(table.num_programs, device=gradients[0].device)
         table.launch(_square_sum_kernel, sums)
         total += sums.sum()
@@ -188,5 +203,5 @@ def adamw(
     check_device(gradients[0], "adamw", "a gradient", at_least=OLDEST)
     hyper = [math.log2(beta) if beta else -math.inf for beta in betas]
     hyper += [*betas, *(1 - beta for beta in betas), eps, weight_decay]
-    for table in _pointed_to(tables, gradients, states):
+    for table in pointed_to(tables, gradients, states):
         table.launch(_adamw_kernel, factor, lr, *hyper)

@@ -324,8 +324,9 @@ def step_terms(job: Job, card: Card) -> list[Term]:
     Clipping reads gradients and scales them, 4 N and 8 N bytes. AdamW in one kernel reads weight, gradient and two
     moments and writes all but the gradient, 28 N bytes. With bfloat16 weights all of them are half as many. The
     optimizer `fused` clips in the same kernel: only the norm is read before. Of a 16-bit matrix it reads the gradient
-    and writes the weight, 2 + 2 bytes in place of the 4 of a float32 gradient. Muon goes over a matrix in several
-    passes, 88 bytes per number, besides its products.
+    and writes the weight, 2 + 2 bytes in place of the 4 of a float32 gradient. Muon reads gradient and momentum and
+    writes momentum and direction, 4 + 8 + 2 bytes for each number of a matrix. It reads the direction for its norm and
+    divides by that, 2 + 4. It reads the update and weight and writes the weight, 2 + 8. That is 30, besides products.
     """
     terms = compute_terms(job, card)
     terms += communication_terms(job, card, backward_s=sum(term.value for term in terms) * 2 / 3)
@@ -341,7 +342,7 @@ def step_terms(job: Job, card: Card) -> list[Term]:
         terms.append(_through_memory("optimizer", formula, update, card))
     if job.optimizer and job.muon:
         seconds = orthogonalization_seconds(job, card)
-        working = f"products of 5 (4 m^2 n + 2 m^3) operations for m x n{over(parts)}, in tiles and waves"
+        working = f"products of 5 (4 m^2 n + 2 m^3) operations for m x n{over(parts)}, in tiles and waves, and copies"
         terms.append(Term("orthogonalization", working, seconds, "s"))
     return [*terms, total("step", terms)]
 
@@ -349,7 +350,7 @@ def step_terms(job: Job, card: Card) -> list[Term]:
 def _optimizer_bytes(job: Job) -> tuple[str, str, float]:
     """Bytes that the optimizer reads and writes on a GPU: formula, working, value."""
     parts = job.state_parts
-    sizes = dict.fromkeys(KINDS, 7 * job.weight_bytes) | ({"blocks": 88} if job.muon else {})
+    sizes = dict.fromkeys(KINDS, 7 * job.weight_bytes) | ({"blocks": 30} if job.muon else {})
     formula, filled, nbytes = bytes_of_kinds(job.shape, sizes)
     if parts > 1:
         formula, filled = as_factor(formula), as_factor(filled)
@@ -357,12 +358,17 @@ def _optimizer_bytes(job: Job) -> tuple[str, str, float]:
 
 
 def orthogonalization_seconds(job: Job, card: Card) -> float:
-    """Seconds of Muon's products for the matrices that a GPU owns, or for all if no state is sharded."""
+    """Seconds of Muon's products for the matrices that a GPU owns, or for all if no state is sharded.
+
+    In each of five steps there are the Gram matrix, its square and the update. To the last two a matrix of their size
+    is added, which is copied first: 4 (m^2 + m n) bytes.
+    """
     seconds = 0.0
     for kind, count, *sides in tensors(job.shape):
         m, n = sorted(sides)
-        if kind == "blocks":  # in each of five steps the Gram matrix, its square and the update
-            seconds += 5 * count * sum(product_seconds(*sizes, 2, card) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
+        if kind == "blocks":
+            products = sum(product_seconds(*sizes, 2, card) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
+            seconds += 5 * count * (products + 4 * (m * m + m * n) / card.bandwidth)
     return seconds / job.state_parts
 
 

@@ -21,12 +21,16 @@ from ..parallel.strategy import is_shard
 from ..planner.accounting import orthogonalization_flops
 from .optimizer import MASTER, FusedAdamW, in_memory, local_part
 
+BATCH = 2**24
+"""Numbers that are orthogonalised together at most, unless one matrix has more: about 10 bytes each of temporaries."""
+
 
 class Muon(FusedAdamW):
     """Muon in the parameter groups that have a `momentum`, AdamW in the others.
 
     Muon's rate is the `lr` of its group times `lr_ratio`, so that one schedule sets both rates. As in FusedAdamW the
-    host decides nothing, so a CUDA graph can hold the step: one that is skipped moves the weights by zeros.
+    host decides nothing, so a CUDA graph can hold the step. Matrices of equal shape are orthogonalised together, so
+    that small ones fill a GPU.
 
     Only a whole matrix can be orthogonalised, so each one whose rows are sharded has an owner, and the work is spread
     evenly over the ranks. A round takes one matrix of each rank: their rows go to the owners and come back
@@ -58,9 +62,9 @@ class Muon(FusedAdamW):
         if "momentum" not in group:
             super()._update(parameters, group)
             return
-        for p in parameters:
-            if p not in self._owners:
-                self._move(p, orthogonalize(self._direction(p, group)), group)
+        for batch in _batches([p for p in parameters if p not in self._owners]):
+            directions = self._directions(batch, group).view(len(batch), *batch[0].shape)
+            self._move(batch, orthogonalize(directions).unbind(), group)
         present = set(parameters)
         owned = [  # most work first, so that a round's matrices are alike
             [p for p, owner in self._owners.items() if owner == rank and p in present]
@@ -78,7 +82,7 @@ class Muon(FusedAdamW):
         own = matrices[comm.rank()]
         theirs = [0 if p is None else local_part(p).numel() for p in matrices]
         mine = [0] * len(theirs) if own is None else [count * own.shape[1] for count in self._rows[own]]
-        rows = torch.cat([self._direction(p, group).flatten() for p in matrices if p is not None])
+        rows = self._directions([p for p in matrices if p is not None], group)
         whole = rows.new_empty(sum(mine))
         transfer = comm.start_all_to_all(whole, rows, mine, theirs, "gather of matrices' momentum")
         yield
@@ -91,24 +95,73 @@ class Muon(FusedAdamW):
         transfer.wait()
         for p, update in zip(matrices, rows.split(theirs), strict=True):
             if p is not None:
-                self._move(p, update.view(local_part(p).shape), group)
+                self._move([p], [update.view(local_part(p).shape)], group)
 
-    def _direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """Nesterov's direction, after an update of the momentum, in bfloat16: of this rank's rows."""
-        buffer, momentum, counts = local_part(self.state[p]["momentum_buffer"]), group["momentum"], self._factor > 0
-        gradient = torch.where(counts, in_memory(p.grad).to(torch.float32) * self._factor, 0.0)
-        buffer.lerp_(gradient, (1 - momentum) * counts)
-        return gradient.lerp(buffer, momentum).bfloat16()
+    def _directions(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
+        """Nesterov's directions after an update of the momentum, in bfloat16: this rank's rows, one after the other."""
+        gradients = [in_memory(p.grad) for p in parameters]
+        buffers = [local_part(self.state[p]["momentum_buffer"]) for p in parameters]
+        how: dict[str, Any] = dict(factor=self._factor, momentum=group["momentum"])
+        if self._factor.is_cuda:
+            from ..kernels.muon import directions
 
-    def _move(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-        """Decay this rank's rows of the weight and subtract an update, which gets a root mean square of 0.2 rates."""
-        weight = local_part(self.state[p].get(MASTER, p.detach()))
-        rate = group["lr"] * group["lr_ratio"] * (self._factor > 0)
-        size = 0.2 * math.sqrt(max(self._shape(p)))
-        weight.mul_(1 - rate * group["weight_decay"]).sub_(update.to(torch.float32) * (rate * size))
-        if MASTER in self.state[p]:
-            local_part(p.detach()).copy_(weight)
+            return directions(gradients, buffers, self._tables, **how)
+        return directions_torch(gradients, buffers, **how)
+
+    def _move(self, parameters: Sequence[Tensor], updates: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """Decay this rank's rows of matrices of one shape; subtract updates with a root mean square of 0.2 rates."""
+        weights = [[local_part(t) for t in (self.state[p].get(MASTER, p.detach()), p.detach())] for p in parameters]
+        rate, size = group["lr"] * group["lr_ratio"], 0.2 * math.sqrt(max(self._shape(parameters[0])))
+        how: dict[str, Any] = dict(factor=self._factor, rate=rate, size=size, weight_decay=group["weight_decay"])
+        if self._factor.is_cuda:
+            from ..kernels.muon import move
+
+            move(updates, weights, self._tables, **how)
+        else:
+            move_torch(updates, weights, **how)
 
     def _shape(self, p: Tensor) -> tuple[int, int]:
         """The shape of the whole matrix."""
         return sum(self._rows[p]) if p in self._rows else p.shape[0], p.shape[1]
+
+
+def _batches(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices of equal shape, some at a time."""
+    alike: dict[torch.Size, list[Tensor]] = {}
+    for p in matrices:
+        alike.setdefault(p.shape, []).append(p)
+    for some in alike.values():
+        count = math.ceil(len(some) / max(1, BATCH // some[0].numel()))
+        yield from (some[i * len(some) // count : (i + 1) * len(some) // count] for i in range(count))
+
+
+def directions_torch(
+    gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, factor: Tensor, momentum: float
+) -> Tensor:
+    """`kernels.muon.directions` in plain PyTorch. Waits for the device."""
+    sizes = [g.numel() for g in gradients]
+    found = gradients[0].new_empty(sum(sizes), dtype=torch.bfloat16)
+    if factor > 0:
+        for gradient, buffer, direction in zip(gradients, buffers, found.split(sizes), strict=True):
+            g = gradient.to(torch.float32) * factor
+            buffer.lerp_(g, 1 - momentum)
+            direction.copy_(g.lerp_(buffer, momentum).flatten())
+    return found
+
+
+def move_torch(
+    updates: Sequence[Tensor],
+    weights: Sequence[Sequence[Tensor]],
+    *,
+    factor: Tensor,
+    rate: Tensor,
+    size: float,
+    weight_decay: float,
+) -> None:
+    """`kernels.muon.move` in plain PyTorch. Waits for the device."""
+    if not factor > 0:
+        return
+    for update, (master, weight) in zip(updates, weights, strict=True):
+        master.mul_(1 - rate * weight_decay).sub_(update.to(torch.float32) * (rate * size))
+        if weight.dtype != torch.float32:
+            weight.copy_(master)

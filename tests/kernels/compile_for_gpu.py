@@ -1,4 +1,4 @@
-"""Compiles the Triton and Gluon kernels of `flash_triton`, and those of `adamw`, without a GPU.
+"""Compiles the Triton and Gluon kernels of `flash_triton`, `adamw` and `muon` without a GPU.
 
 Run by `test_triton_compiles.py`.
 """
@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from cs336_basics.attention import Documents
-from cs336_systems.kernels import adamw
+from cs336_systems.kernels import adamw, muon
 from cs336_systems.kernels.attention import flash_triton
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.attention.contract import band_of
@@ -170,20 +170,25 @@ def compile_gluon() -> None:
             print("gluon", *case, "compiled")
 
 
-def compile_adamw(everything: bool) -> None:
+def compile_adamw_and_muon(everything: bool) -> None:
     triton.runtime.driver.set_active(Hopper())
-    in_16_bits = [("square_sum", torch.float16), ("adamw", torch.bfloat16)]
-    for name, dtype in [*in_16_bits, ("adamw", torch.float32)] if everything else in_16_bits:
-        gradient, scalar = torch.zeros(64, 64, dtype=dtype), torch.zeros(())
-        state = [scalar, *(torch.zeros(64, 64) for _ in range(3)), gradient] if name == "adamw" else []
-        table = adamw._Table([gradient], [state], aligned=dtype != torch.float32)
-        rest = [scalar, scalar.double(), *[0.5] * 8] if state else [scalar]
-        compiled = getattr(adamw, f"_{name}_kernel").warmup(
-            table.addresses, table.blocks, 1, *rest, grid=(1,), num_warps=8, **table.constants
-        )
+    scalar, wide = torch.zeros(()), torch.zeros(64, 64)
+    cases = [("square_sum", torch.float16), *((name, torch.bfloat16) for name in ("adamw", "directions", "move"))]
+    cases += [(name, torch.float32) for name, _ in cases[1:]] if everything else []
+    for name, dtype in cases:
+        gradient = torch.zeros(64, 64, dtype=dtype)
+        kernel, state, rest = {
+            "square_sum": (adamw._square_sum_kernel, [], [scalar]),
+            "adamw": (adamw._adamw_kernel, [scalar, wide, wide, wide, gradient], [scalar, scalar.double(), *[0.5] * 8]),
+            "directions": (muon._directions_kernel, [wide], [scalar, wide.bfloat16(), 0.5, 0.5]),
+            "move": (muon._move_kernel, [wide, gradient], [scalar, scalar.double(), 0.5, 0.5]),
+        }[name]
+        table = adamw._Table([gradient], [state], [0], aligned=dtype != torch.float32)
+        compiled = kernel.warmup(table.addresses, table.blocks, 1, *rest, grid=(1,), num_warps=8, **table.constants)
         assert spilled(compiled.asm["cubin"]) == 0, (name, dtype)
-        four_at_once = {"square_sum": "LDG.E.64", "adamw": "LDG.E.128"}[name]  # 16-bit gradients, float32 masters
+        four_at_once = "LDG.E.64" if name == "square_sum" else "LDG.E.128"  # 16-bit gradients, float32 masters
         assert (four_at_once in compiled.asm["sass"]) == (dtype != torch.float32), (name, dtype)
+        assert ("STS" in compiled.asm["sass"]) == (name == "square_sum"), (name, dtype)  # no layout is converted
         print(name, dtype, "compiled")
 
 
@@ -207,7 +212,7 @@ def check_names() -> None:
 
 def main(everything: bool) -> None:
     check_names()
-    compile_adamw(everything)
+    compile_adamw_and_muon(everything)
     for phase in PHASES:
         kernel = getattr(kernels, f"{phase}_kernel")
         for capability, d, dtype, move in WAYS:

@@ -10,6 +10,7 @@ import pytest
 
 from cs336_systems.config.model import ModelConfig
 from cs336_systems.planner.accounting import (
+    block_matrices,
     matmul_parameters,
     num_parameters,
     orthogonalization_flops,
@@ -100,6 +101,18 @@ def test_muon_takes_the_time_of_its_products() -> None:
     zero1 = replace(alone, strategy="overlap", world_size=4, shard_optimizer=True)
     assert orthogonalization_seconds(zero1, ideal) == pytest.approx(operations / 790e12 / 4)
     assert parts(muon=True)["orthogonalization"] > 0
+
+
+def test_muon_moves_30_bytes_a_number_of_a_matrix_and_copies_between_products() -> None:
+    blocks = XL.num_layers * block_matrices(XL)
+    assert parts(muon=True)["optimizer"] - parts()["optimizer"] == pytest.approx((30 - 28) * blocks / 4.3e12)
+    # On a card that computes in no time, products take as long as their bytes.
+    fast = replace(H200, matmul=1e30, bandwidth=4e12)
+    d, f = XL.d_model, XL.d_ff
+    copied = 5 * 4 * (4 * 2 * d * d + 3 * (d * d + d * f))
+    products = 5 * 2 * (4 * (3 * 3 * d * d) + 3 * ((d * d + 2 * d * f) + 3 * d * d + (d * d + 2 * d * f)))
+    expected = XL.num_layers * (copied + products) / 4e12
+    assert orthogonalization_seconds(Job(shape=XL, muon=True), fast) == pytest.approx(expected)
 
 
 def test_the_fused_optimizer_reads_gradients_once_for_their_norm_and_nothing_is_cast() -> None:

@@ -67,6 +67,43 @@ def test_orthogonalize_takes_singular_values_through_the_polynomial_to_about_1()
         assert difference(found.double(), u @ s.diag() @ v, torch.zeros(())) < 2**-8
 
 
+def test_matrices_are_orthogonalised_together_as_each_alone() -> None:
+    """Each has its own norm."""
+    generator = torch.Generator().manual_seed(2)
+    for shape in ((6, 40), (40, 6), (33, 33)):
+        matrices = torch.randn(2, 3, *shape, generator=generator) * torch.tensor([1e-3, 1.0, 1e3]).view(3, 1, 1)
+        found = orthogonalize(matrices.bfloat16())
+        assert found.shape == matrices.shape
+        for i, j in np.ndindex(2, 3):
+            alone = orthogonalize(matrices[i, j].bfloat16())
+            assert difference(found[i, j].float(), alone.float(), torch.zeros(())) < 2**-8
+
+
+def test_a_step_does_not_depend_on_how_many_matrices_are_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four matrices of 32 x 32, two of 63 x 32 and one of 32 x 63, of which one, two or all fit together."""
+    shapes, weights = list[tuple[int, ...]](), []
+
+    def computed(matrices: Tensor) -> Tensor:
+        shapes.append(tuple(matrices.shape))
+        return orthogonalize(matrices)
+
+    monkeypatch.setattr("cs336_systems.training.muon.orthogonalize", computed)
+    for most in (1, 2 * 32 * 32, 2**24):
+        monkeypatch.setattr("cs336_systems.training.muon.BATCH", most)
+        with tiny_trainer(config_of()) as trainer:
+            start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+            for _ in range(STEPS):
+                trainer.train_step()
+            weights.append({name: p.detach() for name, p in trainer.model.named_parameters()})
+    square, tall, wide = (1, 32, 32), (1, 63, 32), (1, 32, 63)
+    assert shapes[: 7 * STEPS] == STEPS * [*4 * [square], *2 * [tall], wide]
+    assert shapes[7 * STEPS : -3 * STEPS] == STEPS * [*2 * [(2, 32, 32)], *2 * [tall], wide]
+    assert shapes[-3 * STEPS :] == STEPS * [(4, 32, 32), (2, 63, 32), wide]
+    for name, alone in weights[0].items():
+        for together in weights[1:]:
+            assert difference(together[name], alone, start[name]) < 0.01, name
+
+
 def test_steps_are_those_of_torchs_muon_and_adamw() -> None:
     """With clipping, micro-batches and a schedule."""
     config = config_of(train=dict(gradient_accumulation_steps=2))
