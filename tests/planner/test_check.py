@@ -113,8 +113,8 @@ def test_the_documents_say_how_far_off_the_rows_are() -> None:
         "plan check results/h100",
         f"by its datasheet alone: peaks are predicted {within((each for _, each in elsewhere), 'memory')}, "
         f"recorded steps {within(compiled)} if they are compiled and {within(eager)} if not.",
-        f"16-bit matrices: peaks are predicted {within(with_masters, 'memory')}, times {within(large)}, but for `small`, "
-        f"which is predicted {small:.0f} % too long.",
+        f"16-bit matrices: peaks are predicted {within(with_masters, 'memory')}, times {within(large)}, "
+        f"but for `small`, which is predicted {small:.0f} % too long.",
     ):
         assert claim in design
 
