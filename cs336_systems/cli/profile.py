@@ -24,7 +24,6 @@ def profile(arguments: Sequence[str]) -> int:
 
 def _kernels(arguments: Sequence[str]) -> int:
     from ..bench.profiling.kernel_profile import CASE
-    from ..bench.profiling.kernel_totals import KERNELS_FILE
     from ..report.kernel_profiles import plot_shares
 
     is_quick, about = "--quick" in arguments, "The time of a forward pass and a training step, by kernel."
@@ -37,7 +36,7 @@ def _kernels(arguments: Sequence[str]) -> int:
     rows_file = _rows_file(options.out)
     if not options.resume:
         for folder in folders:
-            for name in (KERNELS_FILE, "shares.png", *(f"trace_{config.mode}.json.gz" for config in configs)):
+            for name in ("shares.png", *(f"trace_{config.mode}.json.gz" for config in configs)):
                 (folder / name).unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
     rows = measure(CASE, configs, rows_file, options)
     for folder in folders:
@@ -45,7 +44,7 @@ def _kernels(arguments: Sequence[str]) -> int:
         if measured:
             plot_shares(measured, folder / "shares.png")
     if several:
-        return _finish(rows, f"kernels.csv, shares.png and a trace of each are in a folder of its own in {options.out}")
+        return _finish(rows, f"shares.png and a trace of each are in a folder of its own in {options.out}")
     return _show_kernels(configs, rows)
 
 
@@ -64,7 +63,7 @@ def _show_kernels(configs: Sequence[Any], rows: "list[Row]") -> int:
     for config in configs:
         if config.tool == "torch":
             say(f"the same with Nsight Systems: {shlex.join(nsys_command(config))}")
-    files = "kernels.csv, shares.png, rows.jsonl and traces (for ui.perfetto.dev) are" if measured else "rows.jsonl is"
+    files = "shares.png, rows.jsonl and traces (for ui.perfetto.dev) are" if measured else "rows.jsonl is"
     return _finish(rows, f"{files} in {configs[0].folder}")
 
 
