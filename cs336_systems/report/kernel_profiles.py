@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..bench.profiling.kernel_totals import CLASSES
 from ..bench.profiling.kernel_trace import SCORES, SOFTMAX, VALUES
 from ..bench.row import Row
 from .markdown import markdown_table
 from .pictures import save_picture
-from .plots import put_title
+from .plots import put_title, stack_bars
 from .selection import common_facts, latest
 from .spec import Column, View
 from .tables import table
@@ -135,23 +134,19 @@ def plot_shares(rows: Sequence[Row], out: Path) -> None:
     bars = [(name, span) for row in rows if row.status == "ok" for name, span in row.metrics["spans"].items()]
     figure = Figure(figsize=(9, 1.6 + 0.55 * len(bars)), layout="constrained")
     axis = figure.subplots()
-    shown = [cls for cls in CLASSES if any(span["share"].get(cls) for _, span in bars)]
-    left = [0.0] * len(bars)
-    for cls in shown:
-        widths = [span["share"].get(cls, 0.0) for _, span in bars]
-        style: dict[str, Any] = {"color": CLASS_COLORS[cls], "label": cls, "edgecolor": "white", "height": 0.72}
-        drawn = axis.barh(range(len(bars)), widths, left=left, **style)
+    shares = [{cls: span["share"].get(cls, 0.0) for cls in CLASSES} for _, span in bars]
+    stack_bars(axis, shares, CLASS_COLORS, edgecolor="white", height=0.72)
+    for drawn in axis.containers:
+        widths = [bar.get_width() for bar in drawn]
         labels = [f"{width:.0%}" if width >= 0.05 else "" for width in widths]  # narrower bars have no room for one
-        is_dark = cls in ("matmul", "softmax", "copy", "optimizer")
+        is_dark = drawn.get_label() in ("matmul", "softmax", "copy", "optimizer")
         axis.bar_label(drawn, labels, label_type="center", color="white" if is_dark else "black", fontsize=9)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
     axis.set_yticks(range(len(bars)), [f"{name}\n{span['kernel_ms']:,.3g} ms" for name, span in bars])
-    axis.invert_yaxis()
     axis.set_xlim(0, 1)
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     axis.set_xlabel("share of kernel time in a step")
     put_title(figure, common_facts(rows, KEYS)[0].replace("_", " "))
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(shown), frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(axis.containers), frameon=False)
     save_picture(figure, out)
