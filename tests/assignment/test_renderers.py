@@ -162,7 +162,6 @@ def test_the_page_of_the_committed_rows_is_whole(made: Made) -> None:
     pictures = [attrs for tag, attrs in page.found if tag == "svg"]
     assert len(pictures) == made.document.body().count("](pictures/") >= 6
     assert all(str(each["aria-label"]).startswith("Figure ") for each in pictures)
-    assert "svg title ~ path { pointer-events: all; }" in text  # shapes without fill get no pointer otherwise
     ids = page.values("id")
     assert len(set(ids)) == len(ids)
     assert {each[1:] for each in page.values("xlink:href")} <= {*ids}
