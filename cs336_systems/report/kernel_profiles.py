@@ -136,7 +136,8 @@ def plot_shares(rows: Sequence[Row], out: Path) -> None:
     axis = figure.subplots()
     shares = [{cls: span["share"].get(cls, 0.0) for cls in CLASSES} for _, span in bars]
     stack_bars(axis, shares, CLASS_COLORS, edgecolor="white", height=0.72)
-    for drawn in axis.containers:
+    containers: list[Any] = axis.containers
+    for drawn in containers:
         widths = [bar.get_width() for bar in drawn]
         labels = [f"{width:.0%}" if width >= 0.05 else "" for width in widths]  # narrower bars have no room for one
         is_dark = drawn.get_label() in ("matmul", "softmax", "copy", "optimizer")
@@ -148,5 +149,5 @@ def plot_shares(rows: Sequence[Row], out: Path) -> None:
     put_title(figure, common_facts(rows, KEYS)[0].replace("_", " "))
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=len(axis.containers), frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(containers), frameon=False)
     save_picture(figure, out)

@@ -8,7 +8,6 @@ and how much of that overlaps with compute.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ...config.checks import check_types, is_import_path, require, require_at_least, without_groups
+from ...config.model import ModelConfig
 from ...config.run import SHARDED, STRATEGIES, ParallelConfig, RunConfig
 from ...machine.hardware import select_device
 from ...parallel import get_strategy
@@ -27,7 +27,7 @@ from ..outcome import measured
 from ..ranks import launched
 from ..row import Row
 from ..turns import StepBench, measure_in_turns
-from ..workload import Workload, random_run
+from ..workload import model_of, random_run
 
 ALONE = "alone"
 _OF_SEVERAL = tuple(strategy for strategy in STRATEGIES if strategy != "none")
@@ -74,8 +74,6 @@ class DDPBench(StepBench):
 
     case = "ddp"
     options = OPTIONS
-    every_round = True
-    """Whether rounds before the last one have rows too."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -99,7 +97,7 @@ class DDPBench(StepBench):
             parallel |= dict(bucket_size_mb=float(bucket)) if bucket else {}
             parallel |= dict(nccl_max_ctas=self.nccl_max_ctas)
         return random_run(
-            self.workload().model_config,
+            self.model,
             ParallelConfig(**parallel),
             batch_size=self.batch_size * (1 if name == ALONE else self.devices),
             compile=self.compile,
@@ -133,8 +131,9 @@ class DDPBench(StepBench):
             )
         return name, bucket, chosen
 
-    def workload(self) -> Workload:
-        return Workload(size=self.size, context_length=self.context_length, attention="auto", device="cpu")
+    @property
+    def model(self) -> ModelConfig:
+        return model_of(self.size, context_length=self.context_length)
 
     @property
     def is_alone(self) -> bool:
@@ -166,14 +165,7 @@ def name_of(config: DDPBench) -> str:
     return f"{config.variant}{ctas}{' compiled' if config.compile else ''}"
 
 
-def measure_on_rank(configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[Any], None]) -> Iterator[Row]:
-    """Measure all variants in turns, together with the other ranks; the rows are the same on all ranks."""
-    for config, metrics in measure_in_turns(configs, device, at_work, lambda config, *of: config.look(*of)):
-        if config.every_round or config.rounds == configs[0].rounds:
-            yield config.row(metrics)
-
-
-def strategies_case(config: type[DDPBench], place: str, on_rank: Any = measure_on_rank) -> Case:
+def strategies_case(config: type[DDPBench], place: str, on_rank: Any = measure_in_turns) -> Case:
     """The case at `place` (see `load_case`) that measures variants and compiled blocks in one launch."""
     return Case(
         name=config.case,

@@ -112,15 +112,9 @@ def read_dtypes(config: AutocastDtypesBench) -> tuple[dict[str, Any], dict[str, 
     x, targets = torch.randn(_BATCH, _IN, device=device), torch.zeros(_BATCH, dtype=torch.long, device=device)
     seen: dict[str, str] = {}
 
-    def read_parameters(module: nn.Module, inputs: Any) -> None:
-        seen["parameters"] = _names(*module.parameters())
-
-    def read_output(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda module, inputs, output: seen.update({name: _names(output)})
-
-    model.register_forward_pre_hook(read_parameters)
+    model.register_forward_pre_hook(lambda module, inputs: seen.update(parameters=_names(*module.parameters())))
     for name, module in (("fc1_output", model.fc1), ("norm_output", model.ln), ("logits", model)):
-        module.register_forward_hook(read_output(name))
+        module.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: _names(output)}))
     with autocast(device, config.precision):
         loss = nn.functional.cross_entropy(model(x), targets)
     loss.backward()

@@ -15,17 +15,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ...config.checks import check_types, require, require_at_least
+from ...config.checks import check_types, require, require_at_least, without_groups
 from ...config.run import RunConfig
 from ...machine.garbage import gc_frozen
-from ...machine.hardware import device_peak_flops, use_device
+from ...machine.hardware import device_peak_flops, select_device, use_device
 from ...planner.accounting import training_flops
 from ...training.metrics import summarise
 from ..case import Case, swept
 from ..instruments.timing import wait_for
 from ..outcome import each
 from ..turns import build_trainer, check_host_memory
-from ..workload import Workload, random_run
+from ..workload import model_of, random_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,15 @@ class TrainStepBench:
         check_types(self, "")
         require_at_least(self, "", 0, "warmup")
         require_at_least(self, "", 2, "steps")
-        object.__setattr__(self, "device", self.workload().device)
-
-    def workload(self) -> Workload:
-        names = ("size", "context_length", "batch_size", "compile", "device")
-        return Workload(**{name: getattr(self, name) for name in names}, attention="auto")
+        with without_groups():
+            self.run_config()
+            object.__setattr__(self, "device", str(select_device(self.device)))
 
     def run_config(self) -> RunConfig:
         names = ("batch_size", "compile", "precision", "device")
         train = {name: getattr(self, name) for name in names}
-        return random_run(self.workload().model_config, cuda_graph=self.variant == "cs336_graph", **train)
+        model = model_of(self.size, context_length=self.context_length)
+        return random_run(model, cuda_graph=self.variant == "cs336_graph", **train)
 
 
 def check(config: TrainStepBench) -> None:

@@ -1,11 +1,9 @@
 """Time some steps of a run in a separate process, so that a crash or a lack of memory takes down nothing else."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from ...bench.case import Case, row_config
 from ...bench.outcome import failed, measured
@@ -33,13 +31,8 @@ class StepTimes(StepBench):
     def run_config(self) -> RunConfig:
         return RunConfig.from_dict(json.loads(self.run))
 
-
-def measure_on_rank(
-    configs: Sequence[StepTimes], device: torch.device, at_work: Callable[[StepTimes], None]
-) -> Iterator[Row]:
-    """Time each run together with the other ranks."""
-    for config, metrics in measure_in_turns(configs, device, at_work):
-        yield measured("speedrun", config.name, row_config(config), {}, metrics)
+    def row(self, metrics: dict[str, Any]) -> Row:
+        return measured("speedrun", self.name, row_config(self), {}, metrics)
 
 
 CASE = Case(
@@ -48,7 +41,7 @@ CASE = Case(
     config=StepTimes,
     variant=lambda config: config.name,
     rows=launched,
-    measure_on_rank=measure_on_rank,
+    measure_on_rank=measure_in_turns,
 )
 
 
