@@ -48,18 +48,6 @@ def exit_code(rows: Sequence[Row]) -> int:
     return int(bool(rows) and all(row.status == "error" for row in rows))
 
 
-def check_row_file(path: str | os.PathLike[str]) -> Path:
-    """Return the path if rows can be appended to the file. Raises ValueError naming `out` if they cannot."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+", buffering=0) as file:
-            file.seek(0, os.SEEK_END)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ValueError(f"out is {str(path)!r}: it must be a file that can be written ({reason})") from error
-    return Path(path)
-
-
 def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
     """Append a row to a JSON Lines file. If it cannot be written whole, nothing of it stays in the file.
 
