@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..bench.profiling.kernel_totals import CLASSES
 from ..bench.profiling.kernel_trace import SCORES, SOFTMAX, VALUES
