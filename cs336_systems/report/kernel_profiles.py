@@ -62,18 +62,15 @@ def _spans(row: Row) -> list[Row]:
 
 def _attention_parts(row: Row) -> list[Row]:
     """A row for each phase and part of attention, with matrix products apart from the kernels around them."""
-    parts, operations = row.metrics["attention"], row.metrics["attention_operations"]
-    return [
-        replace(
-            row,
-            config={**row.config, "in": phase, "attention part": label},
-            metrics={"ms": attention_part_ms(row, phase, part, products)}
-            | ({} if products is False else {"operations": operations[part]}),
-        )
-        for phase in row.metrics["phase_wall_ms"]
-        if any(phase in of_phase for of_phase in parts.values())
-        for label, part, products in _ATTENTION_PARTS
-    ]
+    parts, found = row.metrics["attention"], []
+    for phase in row.metrics["phase_wall_ms"]:
+        for label, part, products in _ATTENTION_PARTS if any(phase in of for of in parts.values()) else ():
+            of_class = parts.get(part, {}).get(phase, {})
+            ms = sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)
+            operations = {} if products is False else {"operations": row.metrics["attention_operations"][part]}
+            config = {**row.config, "in": phase, "attention part": label}
+            found.append(replace(row, config=config, metrics={"ms": ms, **operations}))
+    return found
 
 
 def short_name(kernel: str) -> str:
@@ -95,12 +92,6 @@ def top_kernels_tables(row: Row) -> str:
                 lines.append((str(i), kernel["class"], *numbers, f"`{short_name(kernel['kernel'])}`"))
             tables.append(f"{name}: {span['kernel_ms']:.4g} ms of kernels a step\n\n" + markdown_table(header, lines))
     return "\n\n".join(tables)
-
-
-def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:
-    """Time in a range of attention: of its matrix products (True), of everything else (False), or of both (None)."""
-    of_class = row.metrics["attention"].get(part, {}).get(phase, {})
-    return sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)
 
 
 KEYS = ("size", "vocab_size", "context_length", "batch_size", "precision", "compile", "attention", "optimizer",

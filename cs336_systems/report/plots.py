@@ -7,7 +7,7 @@ from typing import Any
 
 from ..bench.row import Row
 from .pictures import save_picture
-from .selection import MACHINE, common_facts, differ, field_in_words, label, show
+from .selection import MACHINE, common_facts, differ, field_in_words, grouped_by, label, show
 from .spec import Column, Plot
 
 KERNEL_COLORS = {
@@ -46,10 +46,11 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) 
 
 
 def _split(rows: Sequence[Row], fields: Collection[str]) -> list[list[Row]]:
-    parts: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        parts.setdefault(tuple(row.config.get(name) for name in fields), []).append(row)
-    return [parts[key] for key in _in_order(parts)]
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row.config.get(name) for name in fields)
+
+    parts = {key(part[0]): part for part in grouped_by(rows, key)}
+    return [parts[each] for each in _in_order(parts)]
 
 
 def _in_order(values: Iterable[Any]) -> list[Any]:

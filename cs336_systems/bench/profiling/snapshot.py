@@ -5,12 +5,12 @@ A snapshot has `segments`, the allocator's memory at the end, and for each devic
 
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-_STATES = ("active_allocated", "active_awaiting_free", "active_pending_free")
+_IN_USE = ("active_allocated", "active_awaiting_free", "active_pending_free")
 
 
 class Frame(NamedTuple):
@@ -85,8 +85,13 @@ def _converted(content: dict[str, Any]) -> Snapshot:
     several = [f"{busy} devices have traces; this is device {device}, the busiest"] if busy > 1 else []
     stack = _stacks()
     events = [_event(entry, stack) for entry in traces[device]]
-    segments = [segment for segment in content["segments"] if segment.get("device", 0) == device]
-    return Snapshot(events, [block for segment in segments for block in _active_blocks(segment, stack)], several)
+    blocks = [
+        Block(block["address"], block["requested_size"], stack(block.get("frames", [])))
+        for segment in content["segments"]
+        for block in segment["blocks"]
+        if segment.get("device", 0) == device and block["state"] in _IN_USE
+    ]
+    return Snapshot(events, blocks, several)
 
 
 _Stacks = Callable[[list[dict[str, Any]]], tuple[Frame, ...]]
@@ -111,13 +116,6 @@ def _event(entry: dict[str, Any], stack: _Stacks) -> Event:
         return Event(action, 0, 0, time_us, ())
     frames = stack(entry.get("frames", [])) if action == "alloc" else ()
     return Event(action, entry["addr"], entry["size"], time_us, frames)
-
-
-def _active_blocks(segment: dict[str, Any], stack: _Stacks) -> Iterator[Block]:
-    """The blocks in use."""
-    for block in segment["blocks"]:
-        if block["state"] in _STATES:
-            yield Block(block["address"], block["requested_size"], stack(block.get("frames", [])))
 
 
 def printable(text: str) -> str:
