@@ -193,12 +193,14 @@ def _command(case: str, where: Mapping[str, Any]) -> str:
 def beside(rows: Iterable[Fields], by: str, keys: Sequence[str]) -> list[Fields]:
     """A row for each machine and setting of `keys`, with the rows of that setting by their value of the field `by`.
 
-    `beside(rows, "kernel", ["length"])[0].naive.step_ms` is a field of the row whose kernel is naive.
+    `beside(rows, "kernel", ["length"])[0].naive.step_ms` is a field of the row whose kernel is naive. Of a flag, the
+    values are named `on` and `off`.
     """
     found: dict[tuple[Any, ...], Fields] = {}
     for row in rows:
         setting = {name: row[name] for name in (*keys, "machine")}
-        found.setdefault(tuple(setting.values()), {"status": "ok", **setting})[str(row[by])] = row
+        name = {"True": "on", "False": "off"}.get(str(row[by]), str(row[by]))
+        found.setdefault(tuple(setting.values()), {"status": "ok", **setting})[name] = row
     return [*found.values()]
 
 
