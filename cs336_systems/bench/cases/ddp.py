@@ -1,10 +1,9 @@
 """A training step on several GPUs, strategy by strategy: the cases `ddp`, beside one GPU alone, and `overlap-trace`.
 
-One launch measures all variants, so that they run on the same machine; with several rounds they take turns. A step is
-the training loop's, with clipping and the all-reduce of the loss, on random tokens. With precision bf16 the gradients
-of matrices are sent in bfloat16, by `torch_ddp` in float32. `alone` is the same step on each GPU without any
-communication, so the difference is the cost of data parallelism. One more step is profiled: how long it communicates,
-and how much of that overlaps with compute.
+One launch measures all variants, so that they run on the same machine. A step is the training loop's, on random tokens.
+With precision bf16 the gradients of matrices are sent in bfloat16, by `torch_ddp` in float32. `alone` is the same step
+on each GPU without any communication. One more step is profiled: how long it communicates, and how much of that
+overlaps with compute.
 """
 
 import re

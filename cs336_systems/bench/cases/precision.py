@@ -1,15 +1,10 @@
 """The types of numbers: the cases `precision-accumulation` and `autocast-dtypes`.
 
-`precision-accumulation` adds up the same numbers in different types. The rows separate two errors. First, the value
-itself is rounded once: the float16 nearest to 0.01 is 0.0100021, so a thousand of them sum to 10.0021 however well they
-are added. Casting float16 to float32 before adding repairs nothing. Second, each sum is rounded: from 8 on, float16 has
-steps of 1/128, and adding 0.01 goes to the nearest step. That is why accumulators are float32.
+`precision-accumulation` adds up the same numbers in different types. The rows separate two errors: the value is rounded
+once (the float16 nearest to 0.01 is 0.0100021, and casting it to float32 repairs nothing), and each sum is rounded.
 
-`autocast-dtypes` reads the types that autocast gives to the parts of a small model while it computes. Weights and
-gradients stay float32; autocast casts the inputs of matrix products. It computes sensitive operations in float32: on a
-GPU, layer norm and the loss. A custom RMSNorm is a series of element-wise operations to autocast, which keep their
-input's type, so our RMSNorm casts by itself and returns the type of its input. CPU and GPU have different lists of
-operations; a row names its device.
+`autocast-dtypes` reads the types that autocast gives to the parts of a small model while it computes. CPU and GPU have
+different lists of operations that stay in float32; a row names its device.
 """
 
 import math

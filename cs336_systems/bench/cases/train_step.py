@@ -1,10 +1,9 @@
 """The case `train-step`: one training step as the training loop does it, beside Hugging Face's Llama.
 
 Both have torch.compile, AdamW in one kernel, float32 weights that are updated, and random tokens. Ours is
-`Trainer.train_steps` with everything it does in a real run: batches from tokens in memory, the gradient norm, clipping,
-and reading loss and norm. With precision bf16 its optimizer has the float32 weights, and the model 16-bit matrices. fp8
-is bf16 with FP8 products in the blocks; its MFU is the share of bf16's peak. The peer is compiled as a whole, as its
-users do; it casts by autocast, and does without norm, clipping, wait and fp8.
+`Trainer.train_steps` with everything it does in a real run. fp8 is bf16 with FP8 products in the blocks; its MFU is the
+share of bf16's peak. The peer is compiled as a whole, as its users do; it casts by autocast, and does without norm,
+clipping, wait and fp8.
 """
 
 import time
