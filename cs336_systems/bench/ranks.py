@@ -38,7 +38,7 @@ def launched(case: Case, configs: Sequence[Any]) -> Iterator[Row]:
             folder, asked = Path(name), list(left)
             (folder / _CONFIGS).write_text(json.dumps([asdict(config) for config in asked]))
             try:
-                for row in _launch(case.module, asked[0].devices, folder):
+                for row in _launch(case.place, asked[0].devices, folder):
                     if not any(is_of_fewer_rounds(row, config) for config in left):
                         left.remove(next(config for config in left if is_of(row, config)))
                     yield row

@@ -374,7 +374,7 @@ def check_type(config: FlashBench) -> None:
 
 
 def _preset(name: str, config: type[AttentionBench], rows: Any, variant: Any, **fields: Any) -> Case:
-    return Case(name=name, config=config, module=f"{__name__}:{name}", rows=rows, variant=variant, **fields)
+    return Case(name=name, config=config, rows=rows, variant=variant, **fields)
 
 
 def _in_turns(name: str, config: type[AttentionBench], *works: str, **fields: Any) -> Case:

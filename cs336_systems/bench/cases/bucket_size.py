@@ -101,4 +101,4 @@ class BucketBench(DDPBench):
         return float(gradient_bytes_of(random_run(self.model, precision=self.precision).to_dict()))
 
 
-CASE = strategies_case(BucketBench, __name__)
+CASE = strategies_case(BucketBench)

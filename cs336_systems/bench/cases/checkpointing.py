@@ -116,7 +116,6 @@ def measure_all(case: Case, configs: Sequence[CheckpointingBench]) -> Iterable[R
 
 CASE = Case(
     name="checkpointing",
-    module=__name__,
     config=CheckpointingBench,
     variant=lambda config: f"{config.activation_checkpointing} {numerics(config)}",
     rows=measure_all,

@@ -164,11 +164,10 @@ def name_of(config: DDPBench) -> str:
     return f"{config.variant}{ctas}{' compiled' if config.compile else ''}"
 
 
-def strategies_case(config: type[DDPBench], place: str, on_rank: Any = measure_in_turns) -> Case:
-    """The case at `place` (see `load_case`) that measures variants and compiled blocks in one launch."""
+def strategies_case(config: type[DDPBench], on_rank: Any = measure_in_turns) -> Case:
+    """The case that measures variants and compiled blocks in one launch."""
     return Case(
         name=config.case,
-        module=place,
         config=config,
         variant=name_of,
         rows=launched,
@@ -228,6 +227,6 @@ def _step_for_nsys(trainer: Trainer, is_first: bool) -> None:
     torch.cuda.profiler.stop()
 
 
-CASE = strategies_case(DDPBench, __name__)
-OVERLAP_TRACE = strategies_case(OverlapTrace, f"{__name__}:overlap-trace")
+CASE = strategies_case(DDPBench)
+OVERLAP_TRACE = strategies_case(OverlapTrace)
 PRESETS = {OVERLAP_TRACE.name: OVERLAP_TRACE}

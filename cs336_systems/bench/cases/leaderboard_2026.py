@@ -143,7 +143,6 @@ def read_back(trainer: Trainer) -> dict[str, Any]:
 
 CASE = Case(
     name="leaderboard-2026",
-    module=__name__,
     config=Leaderboard2026Bench,
     variant=variant,
     rows=launched,

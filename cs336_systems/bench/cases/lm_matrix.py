@@ -236,7 +236,6 @@ def compared(row: Row, reference: Row, tolerance: float) -> Row:
 
 CASE = Case(
     name="lm-matrix",
-    module=__name__,
     config=LMMatrixBench,
     variant=lambda config: f"{config.kernel} {config.strategy}",
     rows=measure,

@@ -125,14 +125,12 @@ def _names(*tensors: Tensor) -> str:
 
 _ACCUMULATION = Case(
     name="precision-accumulation",
-    module=f"{__name__}:precision-accumulation",
     config=PrecisionAccumulationBench,
     variant=lambda config: config.accumulation,
     rows=each(accumulate),
 )
 _AUTOCAST = Case(
     name="autocast-dtypes",
-    module=f"{__name__}:autocast-dtypes",
     config=AutocastDtypesBench,
     variant=lambda config: f"{config.precision} {config.norm}",
     rows=each(read_dtypes),

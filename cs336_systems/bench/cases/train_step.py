@@ -166,7 +166,6 @@ def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
 
 CASE = Case(
     name="train-step",
-    module=__name__,
     config=TrainStepBench,
     variant=lambda config: config.variant,
     check=check,

@@ -169,7 +169,6 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
 
 CASE = Case(
     name="profile-kernels",
-    module=__name__,
     config=KernelProfile,
     variant=attrgetter("mode"),
     rows=each(profile),

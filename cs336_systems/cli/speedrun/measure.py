@@ -37,7 +37,6 @@ class StepTimes(StepBench):
 
 CASE = Case(
     name="speedrun",
-    module=__name__,
     config=StepTimes,
     variant=lambda config: config.name,
     rows=launched,
@@ -60,7 +59,7 @@ def time_trial(trial: Trial, run: RunConfig, device: str) -> Row:
     config = StepTimes(name=f"{trial.size}, {trial.kernel}", run=json.dumps(run.to_dict()), device=device,
                        devices=run.parallel.devices, warmup=warmup, steps=steps)  # fmt: skip
     try:
-        with closing(Worker(CASE.module)) as worker:  # an interrupt ends it at once
+        with closing(Worker(CASE.place)) as worker:  # an interrupt ends it at once
             (row,) = worker.measure([config])
     except WorkerEndedError as error:
         return failed(CASE.name, config.name, row_config(config), error)
