@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -21,7 +20,6 @@ from ..machine.hardware import environment
 logger = logging.getLogger(__name__)
 _BEGIN = b'{"case"'
 _STATUSES = ("ok", "oom", "error")
-_WITH_UNIT = re.compile(r"_(ms|s|bytes|tflops)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +102,8 @@ def _is_cut(line: bytes) -> bool:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a JSON Lines file. An incomplete last row is left out with a warning.
 
-    Raises ValueError naming file and line for any other line that is not a row, for a metric whose name has a unit and
-    that is not a number, and for one that is not finite in a row of status ok.
+    Raises ValueError naming file and line for any other line that is not a row, and for a metric that is not finite in
+    a row of status ok.
     """
     if not path.exists():
         raise FileNotFoundError(f"row file {path} does not exist")
@@ -137,20 +135,9 @@ def _row(loaded: Any) -> Row:
     row = Row(**loaded)
     if row.status not in _STATUSES:
         raise ValueError(f"status is {row.status!r}: it must be one of {', '.join(_STATUSES)}")
-    if complaint := mistyped(row.metrics):
-        raise ValueError(complaint)
     if row.status == "ok" and (complaint := not_finite(row.metrics)):  # a failed row may have failed for that
         raise ValueError(complaint)
     return row
-
-
-def mistyped(metrics: dict[str, Any]) -> str | None:
-    """A complaint about the first metric with a unit in its name that is, or holds, something else than numbers."""
-    for top, value in metrics.items():
-        for name, leaf in _leaves(f"metrics.{top}", value) if _WITH_UNIT.search(top) else ():
-            if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, int | float)):
-                return f"{name} is {leaf!r}: it must be a number"
-    return None
 
 
 def not_finite(metrics: dict[str, Any]) -> str | None:
