@@ -107,8 +107,6 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
         return parser.instantiate(parser.parse_args(words))
     except ArgumentError as error:
         raise ValueError(_one_line(str(error), parser)) from error
-    except (OverflowError, RecursionError) as error:
-        raise ValueError(f"a value is too large, or nested too deeply: {error}") from error
 
 
 Commands = dict[str, tuple[Callable[[Sequence[str]], int], str]]
