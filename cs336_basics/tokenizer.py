@@ -257,9 +257,6 @@ class Tokenizer:
                 ids = {key: found[key] for key in _SPECIAL_IDS if found.get(key) is not None}
             except (OSError, ValueError, AttributeError, RecursionError):
                 continue
-            for key, value in ids.items():
-                if not all(type(number) is int for number in (value if isinstance(value, list) else [value])):
-                    raise ValueError(f"{folder / name}: {key} is {value!r}: it must be a token's number, or several")
             if ids:
                 self.special_ids = ids
                 self.companions.setdefault("generation_config.json", json.dumps(ids, indent=2).encode())
