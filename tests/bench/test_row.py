@@ -5,7 +5,6 @@ import logging
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,23 +44,6 @@ def test_a_row_replaces_another_row_and_an_incomplete_line(tmp_path: Path) -> No
     assert read_rows(path) == [again, other]
     append_row(path, ROW, instead_of=ROW)  # is no longer there
     assert read_rows(path) == [again, other, ROW]
-
-
-def test_no_row_is_lost_if_another_process_replaces_the_file_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    path, more = tmp_path / "rows.jsonl", replace(ROW, metrics={"x": 1.0})
-    append_row(path, ROW)
-
-    def flock(*_: Any) -> None:
-        """Return the lock late: the process that held it has replaced the file."""
-        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-        append_row(path, more, instead_of=ROW)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    append_row(path, ROW)
-    assert read_rows(path) == [more, ROW]
 
 
 def test_a_row_begins_on_a_new_line(tmp_path: Path) -> None:
