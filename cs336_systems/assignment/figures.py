@@ -300,14 +300,13 @@ def plan(command: str, **options: Any) -> list[Section]:
     raise ValueError(f"plan is {command!r}: it must be a command of cs336 plan, or attention")
 
 
-def working(sections: Sequence[Section], titles: Sequence[str] = ()) -> str:
+def working(sections: Sequence[Section]) -> str:
     """The planner's arithmetic as a table: each quantity, its working and its value."""
     from ..planner.working import shown
 
-    chosen = [section for section in sections if not titles or section.title in titles]
     lines = [
         (plain(term.name), f"`{term.working}`" if term.working else "", value)
-        for section in chosen
+        for section in sections
         for term, value in zip(section.terms, shown(section.terms), strict=True)
     ]
     return markdown_table(("quantity", "working", "value"), lines, left=2)
