@@ -49,8 +49,8 @@ class LoadedModel:
 def load_model(path: str | Path) -> LoadedModel:
     """Load a checkpoint, the newest one of a run folder, or a Hugging Face folder, with its tokenizer, onto the CPU.
 
-    Raises ValueError or FileNotFoundError naming the path if there is no whole one, if the manifest describes no model,
-    or if the run's tokenizer is not the checkpoint's; for a Hugging Face folder as `import_hf` does.
+    Raises ValueError or FileNotFoundError naming the path if there is no whole one, or if the run's tokenizer is not
+    the checkpoint's; for a Hugging Face folder as `import_hf` does.
     """
     path = Path(path)
     if is_hf_folder(path):
@@ -62,12 +62,8 @@ def load_model(path: str | Path) -> LoadedModel:
     if found is None:
         raise ValueError(f"{path} is no checkpoint and has no whole one in {path / CHECKPOINTS}")
     checkpoint, manifest = found
-    file = checkpoint / MANIFEST
     values: dict[str, Any] = {f.name: manifest.identity.get(f"model.{f.name}") for f in fields(ModelShape)}
-    try:
-        shape = from_json(ModelConfig, {k: v for k, v in values.items() if v is not None}).shape
-    except ValueError as error:
-        raise ValueError(f"checkpoint file {file} describes no model: {error}") from error
+    shape = from_json(ModelConfig, {k: v for k, v in values.items() if v is not None}).shape
     with torch.device("meta"):
         names = TransformerLM(**asdict(shape)).state_dict()
     stored = tensor_shapes(checkpoint)
