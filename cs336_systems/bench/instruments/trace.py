@@ -70,8 +70,15 @@ def merge(spans: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 def overlap(a: Iterable[Interval], b: Iterable[Interval]) -> float:
     """Length of the intersection of two lists of merged spans."""
-    a, b = list(a), list(b)
-    return length(a) + length(b) - length(merge([*a, *b]))
+    a, b, total = list(a), list(b), 0.0
+    i = j = 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
 
 
 def length(spans: Iterable[Interval]) -> float:
