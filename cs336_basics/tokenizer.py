@@ -147,9 +147,7 @@ def sample_evenly(blocks: Iterable[str], sample_bytes: int, text_bytes: int) -> 
     """Yield every n-th piece of a stream of text_bytes, so that the pieces add up to about sample_bytes.
 
     A piece is taken whenever the share of the sample already taken does not exceed the share of the text already seen.
-    So the sample never deviates from an even spread by more than one piece, and the same text gives the same sample.
-    Pieces begin and end where `split_pieces` cuts, which is never inside a word (except words longer than a piece), so
-    they tokenize the same side by side as apart.
+    So the sample deviates from an even spread by at most one piece. Pieces begin and end where `split_pieces` cuts.
     """
     seen = taken = 0
     for piece in split_pieces(blocks):
@@ -259,9 +257,6 @@ class Tokenizer:
                 ids = {key: found[key] for key in _SPECIAL_IDS if found.get(key) is not None}
             except (OSError, ValueError, AttributeError, RecursionError):
                 continue
-            for key, value in ids.items():
-                if not all(type(number) is int for number in (value if isinstance(value, list) else [value])):
-                    raise ValueError(f"{folder / name}: {key} is {value!r}: it must be a token's number, or several")
             if ids:
                 self.special_ids = ids
                 self.companions.setdefault("generation_config.json", json.dumps(ids, indent=2).encode())

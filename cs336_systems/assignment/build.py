@@ -96,10 +96,6 @@ class WriteUp:
             parts += [f"## {section}", *(f"### {answer.name}\n\n{answer.text}" for answer in answers)]
         return "\n\n".join(parts) + "\n"
 
-    def full_tables(self) -> str:
-        tables = (f"### {title}\n\n{text}" for title, text in self.appendix)
-        return "\n\n".join(["## Appendix: all rows", *tables]) + "\n"
-
 
 class Environment(jinja2.Environment):
     """Reads `row.copy` as the row's field of that name, also where a dict has a method of the name."""
@@ -287,7 +283,8 @@ def write(document: WriteUp, out: Path, byline: tuple[str, str] = ("", ""), full
     from .html import html_page
     from .typeset import NO_TYPST, to_typst, write_pdf
 
-    appendix = document.full_tables()
+    tables = (f"### {title}\n\n{text}" for title, text in document.appendix)
+    appendix = "\n\n".join(["## Appendix: all rows", *tables]) + "\n"
     write_whole(out / MARKDOWN, f"# {TITLE}\n\n{document.body()}\n{appendix}")
     line = ", ".join(filter(None, byline))
     write_whole(out / HTML, html_page(TITLE, line, document.body(), document.appendix, out))

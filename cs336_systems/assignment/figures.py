@@ -193,12 +193,14 @@ def _command(case: str, where: Mapping[str, Any]) -> str:
 def beside(rows: Iterable[Fields], by: str, keys: Sequence[str]) -> list[Fields]:
     """A row for each machine and setting of `keys`, with the rows of that setting by their value of the field `by`.
 
-    `beside(rows, "kernel", ["length"])[0].naive.step_ms` is a field of the row whose kernel is naive.
+    `beside(rows, "kernel", ["length"])[0].naive.step_ms` is a field of the row whose kernel is naive. Of a flag, the
+    values are named `on` and `off`.
     """
     found: dict[tuple[Any, ...], Fields] = {}
     for row in rows:
         setting = {name: row[name] for name in (*keys, "machine")}
-        found.setdefault(tuple(setting.values()), {"status": "ok", **setting})[str(row[by])] = row
+        name = {"True": "on", "False": "off"}.get(str(row[by]), str(row[by]))
+        found.setdefault(tuple(setting.values()), {"status": "ok", **setting})[name] = row
     return [*found.values()]
 
 
@@ -298,14 +300,13 @@ def plan(command: str, **options: Any) -> list[Section]:
     raise ValueError(f"plan is {command!r}: it must be a command of cs336 plan, or attention")
 
 
-def working(sections: Sequence[Section], titles: Sequence[str] = ()) -> str:
+def working(sections: Sequence[Section]) -> str:
     """The planner's arithmetic as a table: each quantity, its working and its value."""
     from ..planner.working import shown
 
-    chosen = [section for section in sections if not titles or section.title in titles]
     lines = [
         (plain(term.name), f"`{term.working}`" if term.working else "", value)
-        for section in chosen
+        for section in sections
         for term, value in zip(section.terms, shown(section.terms), strict=True)
     ]
     return markdown_table(("quantity", "working", "value"), lines, left=2)

@@ -52,15 +52,10 @@ def _rendered(text: str, folder: Path) -> tuple[str, list[tuple[str, str, str]]]
 
 
 def _picture(tokens: Any, index: int, *_: Any) -> str:
-    token = tokens[index]
-    caption = html.escape(token.content)
-    drawing = _drawing(Path(token.attrs["src"]))
+    """An SVG as a part of the page, with its caption: its ids are its own, black and white those of the page."""
+    path, caption = Path(tokens[index].attrs["src"]), html.escape(tokens[index].content)
+    drawing = path.read_text("utf-8").partition("<svg")[2]
+    drawing = re.sub(r"<(metadata|style).*?</\1>", "", drawing, flags=re.S)
+    drawing = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{path.stem}-", drawing)
+    drawing = drawing.replace("#000000", "currentColor").replace("#ffffff", "none")
     return f'<svg role="img" aria-label="{caption}"{drawing}<span class="caption">{caption}</span>'
-
-
-def _drawing(path: Path) -> str:
-    """An SVG from its attributes on, as a part of the page: its ids are its own, black and white those of the page."""
-    text = path.read_text("utf-8").partition("<svg")[2]
-    text = re.sub(r"<(metadata|style).*?</\1>", "", text, flags=re.S)
-    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{path.stem}-", text)
-    return text.replace("#000000", "currentColor").replace("#ffffff", "none")

@@ -47,10 +47,8 @@ class Case:
     """Something to measure in many configurations."""
 
     name: str
-    module: str
-    """Where `load_case` finds the case in the process that measures: "module", or "module:preset"."""
     config: type[Any]
-    """The dataclass of one configuration; it raises ValueError naming a wrong field."""
+    """The dataclass of one configuration, in the case's module; it raises ValueError naming a wrong field."""
     rows: Callable[["Case", Sequence[Any]], Iterable[Row]]
     """Yields at least one row per configuration, each as soon as it is measured. A failure is a row too. `outcome.each`
     makes it from a function that measures one configuration."""
@@ -68,16 +66,21 @@ class Case:
     check: Callable[[Any], None] = lambda config: None
     """Raises ValueError for combinations of fields without meaning; the product leaves them out."""
 
+    @property
+    def place(self) -> str:
+        """Where `load_case` finds the case in the process that measures: "module:name"."""
+        return f"{self.config.__module__}:{self.name}"
+
     def measure(self, configs: Sequence[Any]) -> Iterable[Row]:
         """The rows of configurations."""
         return self.rows(self, configs)
 
 
 def load_case(place: str) -> Case:
-    """Import "module" and return its CASE, or for "module:preset" the case of that name in its PRESETS."""
-    module, _, preset = place.partition(":")
+    """Import "module" of "module:name" and return the case of that name in its PRESETS, or else its CASE."""
+    module, _, name = place.partition(":")
     found = import_module(module)
-    return found.PRESETS[preset] if preset else found.CASE
+    return getattr(found, "PRESETS", {}).get(name) or found.CASE
 
 
 def check_sized_for_gpu(command: str, device: str) -> None:

@@ -6,7 +6,6 @@ cuda. They may have the process group's options `step_timeout_s` and `nccl_max_c
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,13 +16,12 @@ from typing import Any
 import torch
 
 from ..parallel import comm
-from ..training.launch import child_process, run_processes, use_device_of_rank
+from ..training.launch import run_processes, use_device_of_rank
 from .case import Case, is_of, is_of_fewer_rounds, load_case, row_config
 from .outcome import current_gpu_state, failed, with_gpu_states
 from .row import Row, append_row, read_rows
 from .worker import SCRATCH
 
-_PROGRAM = ["-m", "cs336_systems.bench.ranks"]
 _GROUP_OPTIONS = ("step_timeout_s", "nccl_max_ctas")
 _CONFIGS, _ROWS, _AT_WORK = "configs.json", "rows.jsonl", "at_work"
 
@@ -40,7 +38,7 @@ def launched(case: Case, configs: Sequence[Any]) -> Iterator[Row]:
             folder, asked = Path(name), list(left)
             (folder / _CONFIGS).write_text(json.dumps([asdict(config) for config in asked]))
             try:
-                for row in _launch(case.module, asked[0].devices, folder):
+                for row in _launch(case.place, asked[0].devices, folder):
                     if not any(is_of_fewer_rounds(row, config) for config in left):
                         left.remove(next(config for config in left if is_of(row, config)))
                     yield row
@@ -61,7 +59,7 @@ def _launch(place: str, devices: int, folder: Path) -> Iterator[Row]:
     rows.touch()
     seen = 0
     with ThreadPoolExecutor(1) as pool:
-        launch = pool.submit(run_processes, [*_PROGRAM, place, str(folder)], devices, folder)
+        launch = pool.submit(run_processes, [f"{__name__}:measure_one_rank", place, str(folder)], devices, folder)
         while True:
             is_over = launch.done()  # asked before reading, so that the last row is read
             new = read_rows(rows)[seen:]
@@ -96,17 +94,11 @@ def write_rows(place: str, folder: Path, device: torch.device) -> None:
         before = after
 
 
-def main() -> None:
-    """The program of each rank: join the process group and measure. Arguments: PLACE FOLDER PARENT."""
-    place, name, parent = sys.argv[1:]
-    folder = Path(name)
-    with child_process(parent):
-        first = read_configs(place, folder)[0]
-        device = use_device_of_rank(first.device)
-        options = {name: getattr(first, name) for name in _GROUP_OPTIONS if hasattr(first, name)}
-        with comm.process_group(device, **options):
-            write_rows(place, folder, device)
-
-
-if __name__ == "__main__":
-    main()
+def measure_one_rank(arguments: Sequence[str]) -> None:
+    """Join the process group as one rank, and measure. Arguments: the case's place, the folder."""
+    place, folder = arguments[0], Path(arguments[1])
+    first = read_configs(place, folder)[0]
+    device = use_device_of_rank(first.device)
+    options = {name: getattr(first, name) for name in _GROUP_OPTIONS if hasattr(first, name)}
+    with comm.process_group(device, **options):
+        write_rows(place, folder, device)

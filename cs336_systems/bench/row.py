@@ -1,13 +1,11 @@
 """The row: one JSON object per measurement. Tables, plots and documents take their numbers from rows only."""
 
-import contextlib
 import errno
 import fcntl
 import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -21,7 +19,6 @@ from ..machine.hardware import environment
 logger = logging.getLogger(__name__)
 _BEGIN = b'{"case"'
 _STATUSES = ("ok", "oom", "error")
-_WITH_UNIT = re.compile(r"_(ms|s|bytes|tflops)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,26 +45,15 @@ def exit_code(rows: Sequence[Row]) -> int:
     return int(bool(rows) and all(row.status == "error" for row in rows))
 
 
-def check_row_file(path: str | os.PathLike[str]) -> Path:
-    """Return the path if rows can be appended to the file. Raises ValueError naming `out` if they cannot."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+", buffering=0) as file:
-            file.seek(0, os.SEEK_END)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ValueError(f"out is {str(path)!r}: it must be a file that can be written ({reason})") from error
-    return Path(path)
-
-
 def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
     """Append a row to a JSON Lines file. If it cannot be written whole, nothing of it stays in the file.
 
-    instead_of: a row that it replaces if the file has it. Processes that write to the same file take turns.
+    instead_of: a row that it replaces if the file has it. Processes that append to the same file take turns.
     """
     line = _line(row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _held(path) as file:
+    with path.open("ab+", buffering=0) as file:  # closing must not repeat a failed write
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
         file.seek(0)
         before = file.read()
         last = before.rpartition(b"\n")[2]
@@ -91,17 +77,6 @@ def _line(row: Row) -> bytes:
     return (json.dumps(asdict(row)) + "\n").encode()
 
 
-@contextlib.contextmanager
-def _held(path: Path) -> Iterator[Any]:
-    """Open a file to append, locked against other processes, and again if one of them has replaced it meanwhile."""
-    while True:
-        with path.open("ab+", buffering=0) as file:  # closing must not repeat a failed write
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                yield file
-                return
-
-
 def _is_cut(line: bytes) -> bool:
     """Whether the last line of a file is an incomplete row, as a killed process leaves it."""
     if not line or not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
@@ -116,8 +91,8 @@ def _is_cut(line: bytes) -> bool:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a JSON Lines file. An incomplete last row is left out with a warning.
 
-    Raises ValueError naming file and line for any other line that is not a row, for a metric whose name has a unit and
-    that is not a number, and for one that is not finite in a row of status ok.
+    Raises ValueError naming file and line for any other line that is not a row, and for a metric that is not finite in
+    a row of status ok.
     """
     if not path.exists():
         raise FileNotFoundError(f"row file {path} does not exist")
@@ -149,20 +124,9 @@ def _row(loaded: Any) -> Row:
     row = Row(**loaded)
     if row.status not in _STATUSES:
         raise ValueError(f"status is {row.status!r}: it must be one of {', '.join(_STATUSES)}")
-    if complaint := mistyped(row.metrics):
-        raise ValueError(complaint)
     if row.status == "ok" and (complaint := not_finite(row.metrics)):  # a failed row may have failed for that
         raise ValueError(complaint)
     return row
-
-
-def mistyped(metrics: dict[str, Any]) -> str | None:
-    """A complaint about the first metric with a unit in its name that is, or holds, something else than numbers."""
-    for top, value in metrics.items():
-        for name, leaf in _leaves(f"metrics.{top}", value) if _WITH_UNIT.search(top) else ():
-            if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, int | float)):
-                return f"{name} is {leaf!r}: it must be a number"
-    return None
 
 
 def not_finite(metrics: dict[str, Any]) -> str | None:

@@ -55,7 +55,7 @@ def run_case(
             numbers = f"{first}" if first == last else f"{first} to {last}"
             logger.info("measuring %s of %d: %s", numbers, len(configs), "; ".join(words))
             progress(done(), len(configs), describe(missing[0]))
-            worker = worker or Worker(case.module, case.empty_caches)
+            worker = worker or Worker(case.place, case.empty_caches)
             is_over = isolated
             try:
                 for row in _kept(worker.measure(missing), missing, path):

@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ..training.metrics import summarise
 from ..training.preflight import memory_shortage
 from .instruments.timing import wait_for
 from .outcome import free_memory
+from .row import Row
 
 
 class StepBench(abc.ABC):
@@ -38,6 +39,9 @@ class StepBench(abc.ABC):
     built_once: bool = False
     """Build all configurations before the first round and keep them."""
 
+    every_round = True
+    """Whether rounds before the last one have rows too."""
+
     @property
     def is_alone(self) -> bool:
         """Whether each process trains without communication."""
@@ -47,10 +51,13 @@ class StepBench(abc.ABC):
     def run_config(self) -> RunConfig:
         """The run whose steps are measured. Raises ValueError for an impossible one."""
 
+    def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+        """Further metrics of a trainer, in the last round. Those of the first rank count."""
+        return {}
 
-Config = TypeVar("Config", bound=StepBench)
-Look = Callable[[Any, bool, Trainer], dict[str, Any]]
-"""Adds metrics: called with the configuration, whether this is the first rank, and the trainer."""
+    @abc.abstractmethod
+    def row(self, metrics: dict[str, Any]) -> Row:
+        """The row of the metrics."""
 
 
 def check_host_memory(run: RunConfig, device: torch.device) -> None:
@@ -81,18 +88,17 @@ def time_steps(trainer: Trainer, steps: int) -> list[float]:
 
 
 def measure_in_turns(
-    configs: Sequence[Config], device: torch.device, at_work: Callable[[Any], None], look: Look | None = None
-) -> Iterator[tuple[Config, dict[str, Any]]]:
-    """Yield each configuration after each round with the slowest rank's metrics so far, the same on all ranks.
+    configs: Sequence[StepBench], device: torch.device, at_work: Callable[[Any], None]
+) -> Iterator[Row]:
+    """Yield a row of each configuration after each round, of the slowest rank so far, the same on all ranks.
 
-    Before the last round, `rounds` of the yielded configuration is the number so far. look: called in the last round;
-    its result on the first rank joins the metrics. With `built_once`, all trainers are built before the first round and
-    kept, so the metrics lack memory; otherwise each round builds each trainer anew.
+    Before the last round, its `rounds` is the number so far. With `built_once`, all trainers are built before the first
+    round and kept, so the metrics lack memory; otherwise each round builds each trainer anew.
     """
     built_once = configs[0].built_once
     is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
-    everything: dict[Config, list[dict[str, Any]]] = {config: [] for config in configs}
-    held: dict[Config, tuple[Trainer, dict[str, Any]]] = {}
+    everything: dict[StepBench, list[dict[str, Any]]] = {config: [] for config in configs}
+    held: dict[StepBench, tuple[Trainer, dict[str, Any]]] = {}
     with ExitStack() as stack:
         for config in configs if built_once else ():
             at_work(config)
@@ -108,15 +114,13 @@ def measure_in_turns(
                     if not built_once:
                         found["peak_memory_bytes"] = trainer.peak_memory_bytes()
                     everything[config].append(found)
-                    seen = look(config, is_first, trainer) if look is not None and is_last else {}
+                    seen = config.look(is_first, trainer) if is_last else {}
                 del building, trainer
                 free_memory()
                 ranks = comm.all_gather_objects((merged(everything[config]), seen), "the measurements")
-                so_far: Any = config
-                yield (
-                    config if is_last else dataclasses.replace(so_far, rounds=round_),
-                    slowest([metrics for metrics, _ in ranks]) | ranks[0][1],
-                )
+                if is_last or config.every_round:
+                    so_far: Any = config if is_last else dataclasses.replace(config, rounds=round_)  # type: ignore[type-var]
+                    yield so_far.row(slowest([metrics for metrics, _ in ranks]) | ranks[0][1])
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class Worker:
     """A process that calls a case's `measure`. Close it with `close`."""
 
     def __init__(self, place: str, empty_caches: bool = False) -> None:
-        """`place` is the case's `module`, which the process passes to `load_case`."""
+        """`place` is the case's, which the process passes to `load_case`."""
         self.is_sound = True  # false once the GPU is lost to the process: all later measurements would fail
         self._stack = ExitStack()
         self._pipe, theirs = _CONTEXT.Pipe()

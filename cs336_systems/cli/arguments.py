@@ -6,7 +6,6 @@ import re
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -108,8 +107,6 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
         return parser.instantiate(parser.parse_args(words))
     except ArgumentError as error:
         raise ValueError(_one_line(str(error), parser)) from error
-    except (OverflowError, RecursionError) as error:
-        raise ValueError(f"a value is too large, or nested too deeply: {error}") from error
 
 
 Commands = dict[str, tuple[Callable[[Sequence[str]], int], str]]
@@ -180,12 +177,6 @@ def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str
     return [*found, *options]
 
 
-def add_folder(parser: ArgumentParser, name: str, is_quick: bool, help: str) -> None:
-    """Add the option --out with default runs/NAME, or runs/quick/NAME for quick runs, to keep the two apart."""
-    usual, quick = f"runs/{name}", f"runs/quick/{name}"
-    parser.add_argument("--out", type=str, default=quick if is_quick else usual, help=f"{help}; with --quick {quick}.")
-
-
 def field_names(parser: ArgumentParser) -> list[str]:
     """The names of a parser's fields, without its built-in options."""
     return sorted({action.dest for action in parser._actions} - {"help", "help_all", "config", "print_config"})
@@ -249,9 +240,3 @@ def _wrong_type(name: str, said: str, parser: ArgumentParser) -> str:
     part = get_origin(hints[name]) is tuple and not re.match(r"Expected a (<class ')?tuple", said)
     shown = value[1].strip() or "''"
     return f"{name} {'holds' if part else 'is'} {shown}: it must be {describe_type(hints[name])}"
-
-
-def check_png(name: str, path: str) -> None:
-    """Raise ValueError for a picture whose file name is not a PNG's: it could replace another file."""
-    if Path(path).suffix.lower() not in ("", ".png"):
-        raise ValueError(f"{name} is {path!r}: it must be a PNG file (.png)")

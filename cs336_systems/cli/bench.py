@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.checks import folder_to_write
 from ..machine.console import ended_in_order, say
-from .arguments import add_folder, make_parser, parse
+from .arguments import make_parser, parse
 
 if TYPE_CHECKING:  # PyTorch is imported only to measure, so that --help is fast
     from ..bench.case import Case
@@ -70,7 +70,7 @@ def asked(case: "Case", command: str, options: Any) -> list[Any]:
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from ..bench.case import differing, is_of
     from ..bench.cases import CASES
-    from ..bench.row import check_row_file, exit_code, read_rows
+    from ..bench.row import exit_code, read_rows
     from ..bench.runner import rows_on_this_gpu
     from ..planner.rows import naming
     from ..report.outputs import write_into
@@ -82,13 +82,9 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     configs = asked(case, command, options)
     folder = folder_to_write(options.out)
-    path = check_row_file(folder / f"{case.name}.jsonl")
+    path = folder / f"{case.name}.jsonl"
     say(f"{len(configs)} to measure; rows go to {path} as they come")
-    try:
-        rows = measure(case, configs, path, options)
-    finally:
-        if not path.stat().st_size:  # no row was written
-            path.unlink()
+    rows = measure(case, configs, path, options)
     known = [row for row in read_rows(path) if row.case == case.name] if path.exists() else []
     there = rows_on_this_gpu(case, path) if options.resume else known
     wanted = [row for row in there if any(is_of(row, config) for config in configs)]
@@ -155,7 +151,8 @@ def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bo
     parser.add_argument("--quick", action="store_true", help="A tiny run, seconds on a CPU; other options override it.")
     resume = "Skip configurations that the row file, or one of the same name in a folder below, already has."
     parser.add_argument("--resume", action="store_true", help=resume)
-    add_folder(parser, folder, is_quick, help)
+    usual, quick = f"runs/{folder}", f"runs/quick/{folder}"  # to keep the two apart
+    parser.add_argument("--out", type=str, default=quick if is_quick else usual, help=f"{help}; with --quick {quick}.")
     return parser
 
 

@@ -45,7 +45,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
     if options.devices > 1 and launched_rank() is None:
         check_devices(options.device, options.devices, "devices")
-        launch_program(["-m", "cs336_systems.cli.one_rank", "evaluate", *arguments], options.devices)
+        launch_program([f"{__name__}:evaluate", *arguments], options.devices)
         return 0
     with device_of_rank(options.device) as device:
         loaded = load_model(options.run)

@@ -24,7 +24,6 @@ def profile(arguments: Sequence[str]) -> int:
 
 def _kernels(arguments: Sequence[str]) -> int:
     from ..bench.profiling.kernel_profile import CASE
-    from ..bench.profiling.kernel_totals import KERNELS_FILE
     from ..report.kernel_profiles import plot_shares
 
     is_quick, about = "--quick" in arguments, "The time of a forward pass and a training step, by kernel."
@@ -34,10 +33,10 @@ def _kernels(arguments: Sequence[str]) -> int:
     several = len({dataclasses.replace(config, mode="forward") for config in configs}) > 1
     configs = _into_folders(configs, Path(options.out), several)
     folders = {Path(config.folder) for config in configs}
-    rows_file = _rows_file(options.out)
+    rows_file = folder_to_write(options.out) / ROWS_FILE
     if not options.resume:
         for folder in folders:
-            for name in (KERNELS_FILE, "shares.png", *(f"trace_{config.mode}.json.gz" for config in configs)):
+            for name in ("shares.png", *(f"trace_{config.mode}.json.gz" for config in configs)):
                 (folder / name).unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
     rows = measure(CASE, configs, rows_file, options)
     for folder in folders:
@@ -45,7 +44,7 @@ def _kernels(arguments: Sequence[str]) -> int:
         if measured:
             plot_shares(measured, folder / "shares.png")
     if several:
-        return _finish(rows, f"kernels.csv, shares.png and a trace of each are in a folder of its own in {options.out}")
+        return _finish(rows, f"shares.png and a trace of each are in a folder of its own in {options.out}")
     return _show_kernels(configs, rows)
 
 
@@ -64,7 +63,7 @@ def _show_kernels(configs: Sequence[Any], rows: "list[Row]") -> int:
     for config in configs:
         if config.tool == "torch":
             say(f"the same with Nsight Systems: {shlex.join(nsys_command(config))}")
-    files = "kernels.csv, shares.png, rows.jsonl and traces (for ui.perfetto.dev) are" if measured else "rows.jsonl is"
+    files = "shares.png, rows.jsonl and traces (for ui.perfetto.dev) are" if measured else "rows.jsonl is"
     return _finish(rows, f"{files} in {configs[0].folder}")
 
 
@@ -82,7 +81,8 @@ def _memory(arguments: Sequence[str]) -> int:
     if options.snapshot is None:
         configs = asked(CASE, "profile memory", options)
         several = len(configs) > 1
-        rows = measure(CASE, _into_folders(configs, out, several), _rows_file(options.out), options)
+        rows_file = folder_to_write(options.out) / ROWS_FILE
+        rows = measure(CASE, _into_folders(configs, out, several), rows_file, options)
     else:
         require(options.snapshot != "", "snapshot", "", "a file")
         for name in (field.name for field in dataclasses.fields(CASE.config)):
@@ -90,7 +90,7 @@ def _memory(arguments: Sequence[str]) -> int:
                 given = values[0] if len(values) == 1 else values
                 raise ValueError(f"{name} is {given!r}: with snapshot nothing is run, so it must be left out")
         rows = [draw(Path(options.snapshot), out)]
-        append_row(_rows_file(options.out), rows[0])
+        append_row(folder_to_write(options.out) / ROWS_FILE, rows[0])
     for row in rows:
         folder = Path(row.config["folder"]) if several else out
         (folder / SUMMARY_FILE).write_text(memory_summary(row) + "\n", encoding="utf-8")
@@ -99,13 +99,6 @@ def _memory(arguments: Sequence[str]) -> int:
     for row in rows:
         say(f"{memory_summary(row)}\n\nto look at: {files} in {out}; the numbers are in {out / ROWS_FILE}")
     return exit_code(rows)
-
-
-def _rows_file(out: str) -> Path:
-    """The file of the rows. Raises ValueError if the folder cannot be written."""
-    from ..bench.row import check_row_file
-
-    return check_row_file(folder_to_write(out) / ROWS_FILE)
 
 
 def _into_folders(configs: Sequence[Any], out: Path, several: bool) -> list[Any]:

@@ -5,8 +5,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..config.checks import folder_to_write, shown
-from .arguments import check_png, make_parser, parse
+from ..config.checks import folder_to_write, require, shown
+from .arguments import make_parser, parse
 
 _OPTIONS = {
     "plot": (("runs", "streams"), "also draw them into this PNG."),
@@ -79,7 +79,8 @@ def make_report(arguments: Sequence[str]) -> str:
     make_table, plot = (streams_table, plot_streams) if options.what == "streams" else (runs_table, plot_runs)
     text = make_table(paths)
     if options.plot is not None:
-        check_png("plot", options.plot)
+        is_png = Path(options.plot).suffix.lower() in ("", ".png")  # another name could be of another file
+        require(is_png, "plot", options.plot, "a PNG file (.png)")
         plot(paths, Path(options.plot))
     return text
 

@@ -127,19 +127,15 @@ def _split(arguments: Sequence[str], option: str) -> tuple[list[Path], list[str]
 
 def _check_not_moved(file: Path, run_dir: Any) -> None:
     """Raise ValueError if a configuration file lies in the folder of a run, but names another one."""
-    if isinstance(run_dir, str) and _is_of_run(file) and Path(run_dir).resolve() != file.parent.resolve():
+    if file.name != "config.json" or not isinstance(run_dir, str):
+        return
+    from ..training.folder import is_run
+
+    if is_run(file.parent) and Path(run_dir).resolve() != file.parent.resolve():
         raise ValueError(
             f"run_dir is {run_dir!r} in config file {file}, whose run was moved or copied: give --run_dir "
             f"{shlex.quote(str(file.parent))} to continue it there, or another --run_dir for a new run"
         )
-
-
-def _is_of_run(file: Path) -> bool:
-    if file.name != "config.json":
-        return False
-    from ..training.folder import is_run
-
-    return is_run(file.parent)
 
 
 def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:

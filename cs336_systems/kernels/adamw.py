@@ -4,9 +4,8 @@
 writes the 16-bit copies of the weights that the model computes with. Clipping and the decision to skip a step are one
 number on the device, so nothing waits for the host, and a CUDA graph can hold both.
 
-A model has hundreds of parameters, and a launch for each would leave the GPU idle between them. So a launch gets a
-table of addresses, and a list that names a parameter and a block of it for each program. The tensors stay where they
-are: autograd makes new gradients in each step, and to collect them in one flat tensor would be a pass over memory.
+A launch for each of hundreds of parameters would leave the GPU idle between them. So a launch gets a table of
+addresses, and a list that names a parameter and a block of it for each program. The tensors stay where they are.
 """
 
 import math

@@ -1,10 +1,9 @@
 """The head of a language model and its loss, computed for some tokens at a time, so that memory never holds all logits.
 
 With a vocabulary of 150,000 the logits of 32,768 tokens are 10 GB in bfloat16, and their softmax in float32 is 20 GB.
-The gradients depend only on the logits. So each chunk of tokens computes its gradients in the forward pass and frees
-its logits; gradients as large as x and W stay until backward. Checkpointing the head would instead recompute the
-logits, a quarter of the head's operations. Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training",
-do the same. This is plain PyTorch, because products are most of the work.
+So each chunk of tokens computes its gradients in the forward pass and frees its logits; gradients as large as x and W
+stay until backward. Checkpointing the head would instead recompute the logits, a quarter of the head's operations.
+Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", do the same.
 """
 
 from collections.abc import Callable

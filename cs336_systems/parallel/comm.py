@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from .failure import CollectiveError, Watchdog, first_line, named
 from .heartbeat import Heartbeats
 from .ranks import rank, world_size
-from .rendezvous import check_environment, rendezvous_arguments
+from .rendezvous import rendezvous_arguments
 
 _watchdog: Watchdog | None = None
 _heartbeats: Heartbeats | None = None
@@ -52,8 +52,6 @@ def process_group(
             raise ValueError(f"nccl_max_ctas is {nccl_max_ctas}: NCCL_MAX_CTAS is {given!r} in the environment")
     # gloo, beside NCCL, carries Python objects, which would otherwise wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if not where:
-        check_environment()
     try:
         where = where or rendezvous_arguments(init_timeout_s)
         dist.init_process_group(backend, timeout=timedelta(seconds=init_timeout_s), **where)

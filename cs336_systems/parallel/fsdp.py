@@ -322,10 +322,7 @@ class FSDP(Strategy):
                 p.used = p.shard.grad is not None
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter whole, in its own dtype, by its name.
-
-        All ranks call it together.
-        """
+        """Every parameter whole, in its own dtype, by its name. All ranks call it together."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
         whole = self._gather_whole(list(named.values()), lambda tensor: tensor)
         return {name: whole[p] for name, p in named.items()}

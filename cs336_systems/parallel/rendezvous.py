@@ -13,20 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..machine.console import count_in_environment
-
-
-def check_environment() -> None:
-    """Raise ValueError naming an environment variable of torchrun that keeps the ranks from meeting."""
-    if not os.environ.get("MASTER_ADDR"):
-        raise ValueError("MASTER_ADDR is not set in the environment: it must be the address of rank 0's machine")
-    port = count_in_environment("MASTER_PORT", 0)
-    least = 0 if count_in_environment("WORLD_SIZE", 1) == 1 else 1  # a single process may take any free port
-    if "MASTER_PORT" not in os.environ or not least <= port < 1 << 16:
-        given = port if "MASTER_PORT" in os.environ else "not set"
-        accepted = "a port of rank 0's machine, from 1 to 65535"
-        raise ValueError(f"MASTER_PORT is {given} in the environment: it must be {accepted}")
-
 
 def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
     """Arguments of `init_process_group` with a store for this start, or {} if no agent has started this process.

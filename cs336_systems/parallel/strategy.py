@@ -115,10 +115,8 @@ class Strategy(nn.Module):
 
         Without to_rank all ranks get it, on their devices; tensors that are whole already are returned as they are.
         With to_rank that rank gets copies in main memory, the others get {}, and no device holds more than one gathered
-        block at a time. Raises ValueError if there is no such rank.
+        block at a time.
         """
-        if to_rank is not None and not 0 <= to_rank < comm.world_size():
-            raise ValueError(f"to_rank is {to_rank}: there are ranks 0 to {comm.world_size() - 1}")
 
         def keep(tensor: Tensor) -> Tensor:
             if to_rank is None:

@@ -44,7 +44,7 @@ class ShardedOptimizer(Optimizer):
     `param_groups` hold all parameters, and changes to them take effect, so a scheduler sees an ordinary optimizer.
     `state`, and so `state_dict`, hold this rank's own part.
 
-    Raises ValueError if optimizer_cls is not an optimizer, or if the parameters differ between ranks or cannot be sent.
+    Raises ValueError if the parameters differ between ranks or cannot be sent.
     """
 
     def __init__(
@@ -56,8 +56,6 @@ class ShardedOptimizer(Optimizer):
         work: Mapping[Tensor, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-            raise ValueError(f"optimizer_cls is {optimizer_cls!r}: it must be a subclass of torch.optim.Optimizer")
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}: it must be above 0")
         self._optimizer_cls, self._kwargs, self._work = optimizer_cls, kwargs, work or {}
@@ -77,11 +75,7 @@ class ShardedOptimizer(Optimizer):
         """Add parameters and assign them to ranks. Earlier ones stay where they are."""
         super().add_param_group(param_group)
         if self._local is not None:  # not in the constructor, which assigns all groups together
-            try:
-                self._assign()
-            except Exception:
-                self.param_groups.pop()
-                raise
+            self._assign()
 
     def owner_of(self, parameter: Tensor) -> int | None:
         """The rank with a parameter's state, None for one still frozen. Raises ValueError for an unknown parameter."""

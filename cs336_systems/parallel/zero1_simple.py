@@ -1,8 +1,7 @@
-"""ZeRO stage 1 in its plainest form. Read it before `zero1.py`, which sends parameters while it updates the next ones.
+"""ZeRO stage 1 in its plainest form (Rajbhandari et al. 2020, "ZeRO", section 5.1). Read it before `zero1.py`.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1. The
-parameters are divided among the ranks. Each rank keeps optimizer state for its own parameters alone, updates them, and
-broadcasts them to the others.
+The parameters are divided among the ranks. Each rank keeps optimizer state for its own parameters alone, updates them,
+and broadcasts them to the others.
 """
 
 from collections.abc import Callable, Iterable

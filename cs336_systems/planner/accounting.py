@@ -356,18 +356,10 @@ def checkpointed_activation_bytes(
     """
     how = (shape, batch_size, length, precision, attention)
     entry, block, gradients = residual_bytes(*how[:3]), block_bytes(*how), gradient_bytes(*how, on_gpu)
-    layers = shape.num_layers
     if keeps_attention:
         entry += attention_output_bytes(shape, batch_size * length, NUMBER_BYTES[precision])
-    segments = [(1, False)] * layers  # blocks kept or recomputed together, and whether they are checkpointed
-    if checkpointed is not None:
-        policy, k = checkpointed
-        if policy == "groups":
-            segments = [(min(k, layers - first), True) for first in range(0, layers, k)]
-        else:
-            segments = [(1, i < k if policy == "first" else i % k == 0) for i in range(layers)]
     kept, copies, peaks = 0, 0, []
-    for count, is_checkpointed in segments:
+    for count, is_checkpointed in segments(checkpointed, shape.num_layers):
         kept += entry if is_checkpointed else count * block
         again = count * block - entry if is_checkpointed else 0
         copies += count * weight_copy_bytes(shape, precision) if is_checkpointed else 0
@@ -376,6 +368,17 @@ def checkpointed_activation_bytes(
     logits = batch_size * length * shape.vocab_size
     narrow = 0 if precision == "fp32" else 2 * logits
     return held, max(held + copies + narrow + 4 * logits, held + 12 * logits, *peaks)
+
+
+def segments(checkpointed: tuple[str, int] | None, layers: int) -> list[tuple[int, bool]]:
+    """Blocks that are kept or recomputed together: how many, and whether they are checkpointed (Chen et al. 2016).
+
+    checkpointed: first K or every K-th block by itself, groups of K blocks, or none.
+    """
+    policy, k = checkpointed or ("first", 0)
+    if policy == "groups":
+        return [(min(k, layers - first), True) for first in range(0, layers, k)]
+    return [(1, i < k if policy == "first" else i % k == 0) for i in range(layers)]
 
 
 def offload_window(count: int, num_layers: int, group: int = 1) -> int:

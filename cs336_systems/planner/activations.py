@@ -12,6 +12,7 @@ from .accounting import (
     checkpointed_activation_bytes,
     naive_attention_bytes,
     residual_bytes,
+    segments,
     widths,
 )
 from .job import Job
@@ -60,34 +61,26 @@ def block_parts(job: Job) -> dict[str, int]:
 
 
 def kept_blocks(job: Job) -> tuple[int, int, int]:
-    """How many blocks keep all their activations, how many inputs are kept, how many blocks are recomputed at once.
-
-    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". every: ceil(L / K) blocks keep only their input
-    and are recomputed one at a time. first: the same for the first K blocks. groups: ceil(L / K) groups keep the input
-    of their first block and are recomputed K blocks at once.
-    """
-    layers = job.shape.num_layers
-    if job.checkpointing is None:
-        return layers, 0, 0
-    policy, k = job.checkpointing
-    count = min(k, layers) if policy == "first" else -(-layers // k)
-    return (0, count, min(k, layers)) if policy == "groups" else (layers - count, count, 1)
+    """How many blocks keep all their activations, how many inputs are kept, how many blocks are recomputed at once."""
+    found = segments(job.checkpointing, job.shape.num_layers)
+    recomputed = [count for count, is_checkpointed in found if is_checkpointed]
+    return job.shape.num_layers - sum(recomputed), len(recomputed), max(recomputed, default=0)
 
 
 def kept_bytes(job: Job) -> list[int]:
     """What each block keeps at the end of the forward pass, wherever that is: all of it, S, or its input, I.
 
-    A block that keeps attention's outputs keeps O = `attention_output_bytes` beside I. In a group only the first block
-    has an input that is kept.
+    A block that keeps attention's outputs keeps O = `attention_output_bytes` beside I. A group keeps the input of its
+    first block.
     """
     whole = sum(block_parts(job).values())
     entry = residual_bytes(job.shape, job.batch_size, job.shape.context_length, job.residual_number_bytes)
     if job.keeps_attention:
         entry += attention_output_bytes(job.shape, job.tokens, job.number_bytes)
-    policy, k = job.checkpointing or ("none", 1)
-    is_entry = {"none": lambda i: False, "first": lambda i: i < k}.get(policy, lambda i: i % k == 0)
-    rest = 0 if policy == "groups" else whole
-    return [entry if is_entry(i) else rest for i in range(job.shape.num_layers)]
+    kept = []
+    for count, is_checkpointed in segments(job.checkpointing, job.shape.num_layers):
+        kept += [entry, *[0] * (count - 1)] if is_checkpointed else [whole]
+    return kept
 
 
 def offloaded_bytes(job: Job) -> list[int]:

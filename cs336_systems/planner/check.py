@@ -19,7 +19,7 @@ from .job import Job
 from .memory import WORKSPACE, peak_bytes
 from .rows import UNUSABLE, Measured, card_of, is_forward, is_of_cpu, job_of, reason, workload_job
 from .step import step_seconds
-from .working import GIB
+from .working import GIB, in_columns
 
 PEAK = "peak"
 PEAK_OF_ACTIVATIONS = "peak beyond weights and gradients"
@@ -181,15 +181,13 @@ def _memory(row: Measured) -> tuple[str, Pair | None]:
 def check_text(found: Sequence[Comparison]) -> str:
     """All rows by file with measurement, prediction and error; below them the mean errors and the aims."""
     compared = [each for each in found if each.memory or each.seconds]
-    lines = [_HEADER, *(_cells(each) for each in compared)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADER))]
-    table, file = [], ""
-    for each, line in zip([None, *compared], lines, strict=True):
-        if each is not None and each.file != file:
+    header, *lines = in_columns([_HEADER, *map(_cells, compared)], left=(0, len(_HEADER) - 1))
+    table, file = [header], ""
+    for each, line in zip(compared, lines, strict=True):
+        if each.file != file:
             file = each.file
             table.append(f"{file}:")
-        cells = [line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, 7)), line[7]]
-        table.append("  ".join(cells).rstrip())
+        table.append(line)
 
     def summary(label: str, pairs: Sequence[Pair | None]) -> str:
         known = [abs(e) for pair in pairs if (e := error(pair)) is not None and math.isfinite(e)]

@@ -102,10 +102,9 @@ def num_calls(job: Job) -> int:
 def added_seconds(nbytes: float, bandwidth: float, overhead_s: float, num_buckets: float) -> float:
     """Seconds that communication takes after the backward pass: s / (w n) + o n. The handout's model of DDP in buckets.
 
-    s bytes of gradients are sent in n buckets of s / n bytes; an all-reduce takes o + bytes / w. The model assumes that
-    computing the gradients of a bucket takes as long as sending its bytes, t = s / (w n). The first bucket is ready
-    after t. From then on a bucket takes t + o to send, longer than the next one takes to compute. So sending ends at
-    t + n (t + o), and computing at n t. The difference is t + n o: the last bucket's bytes and every call's overhead.
+    s bytes of gradients are sent in n buckets of s / n bytes; an all-reduce takes o + bytes / w. Computing the
+    gradients of a bucket takes as long as sending its bytes, t = s / (w n). The first bucket is ready after t; from
+    then on each takes t + o to send. So sending ends at t + n (t + o), and computing at n t: t + n o remain.
     """
     return nbytes / (bandwidth * num_buckets) + overhead_s * num_buckets
 

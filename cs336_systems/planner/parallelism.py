@@ -114,18 +114,15 @@ def forward_seconds(model: FeedForward, mesh: Mesh, batch: float) -> tuple[float
     return math_s, fsdp_s, tensor_s
 
 
-def least_device_batch(model: FeedForward, mesh: Mesh, together: bool = True) -> float:
+def least_device_batch(model: FeedForward, mesh: Mesh) -> float:
     """The least B / N at which the forward pass is bound by its products; infinite if it never is.
 
-    together: gathers over X and over Y run at once, so T_math >= max(T_FSDP, T_TP). With alpha = C / W_ici, the first
-    means B / N >= alpha / (Y M_X), the second F >= alpha Y / M_Y for any B. Otherwise they take turns, as in the first
-    edition of the source: T_math >= T_FSDP + T_TP, so B / N >= alpha / (Y M_X) / (1 - alpha Y / (F M_Y)).
+    Gathers over X and over Y run at once, so T_math >= max(T_FSDP, T_TP). With alpha = C / W_ici, the first means
+    B / N >= alpha / (Y M_X), the second F >= alpha Y / M_Y for any B.
     """
-    gather = mesh.intensity / (mesh.y * mesh.m_x) if mesh.x > 1 else 0.0
-    tensor = mesh.intensity * mesh.y / (model.d_ff * mesh.m_y) if mesh.y > 1 else 0.0
-    if tensor > 1 or (tensor == 1 and not together):
+    if mesh.y > 1 and mesh.intensity * mesh.y / (model.d_ff * mesh.m_y) > 1:
         return math.inf
-    return gather if together else gather / (1 - tensor)
+    return mesh.intensity / (mesh.y * mesh.m_x) if mesh.x > 1 else 0.0
 
 
 def best_split(model: FeedForward, mesh: Mesh, batch: float) -> float:
@@ -161,19 +158,16 @@ def parallelism_sections(model: FeedForward, mesh: Mesh) -> list[Section]:
 def _compute_bound_section(model: FeedForward, mesh: Mesh) -> Section:
     """The batch from which the forward pass is bound by its products, and the limit if there is none."""
     alpha, n = mesh.intensity, mesh.devices
-    together, turns = least_device_batch(model, mesh), least_device_batch(model, mesh, together=False)
+    least = least_device_batch(model, mesh)
     tensor = alpha * mesh.y / (model.d_ff * mesh.m_y) if mesh.y > 1 else 0.0
     share = f"alpha Y / (F M_Y) = {alpha:.1f} x {mesh.y} / ({model.d_ff} x {mesh.m_y})"
     gather = f"alpha / (Y M_X) = {alpha:.1f} / ({mesh.y} x {mesh.m_x})" if mesh.x > 1 else "X = 1: nothing is gathered"
-    after, of_all = f"{together:.1f} / (1 - {tensor:.3f})", f"x N = {mesh.x} x {mesh.y} = {n}"
-    too_long = f"for any B, T_TP is {tensor:.3f} T_math"
+    of_all, too_long = f"x N = {mesh.x} x {mesh.y} = {n}", f"for any B, T_TP is {tensor:.3f} T_math"
     terms = [
         Term("alpha", f"C / W_ici = {mesh.flops:g} / {mesh.w_ici:g}", alpha, "operations a byte"),
         Term("T_TP / T_math", share if mesh.y > 1 else "Y = 1: nothing is sent along it", tensor, ""),
-        Term("B / N, overlapped", gather if math.isfinite(together) else too_long, together, "tokens"),
-        Term("B, overlapped", of_all if math.isfinite(together) else too_long, together * n, "tokens"),
-        Term("B / N, in turns", after if math.isfinite(turns) else too_long, turns, "tokens"),
-        Term("B, in turns", of_all if math.isfinite(turns) else too_long, turns * n, "tokens"),
+        Term("B / N, overlapped", gather if math.isfinite(least) else too_long, least, "tokens"),
+        Term("B, overlapped", of_all if math.isfinite(least) else too_long, least * n, "tokens"),
     ]
     if tensor > 1:
         most = model.d_ff * mesh.m_y / alpha
@@ -186,11 +180,10 @@ def _compute_bound_section(model: FeedForward, mesh: Mesh) -> Section:
         limit = "none, as one device sends nothing"
     notes = [
         "overlapped: transfers along X and along Y run at once, so that the longer counts",
-        "in turns: T_FSDP + T_TP counts, as in the source's edition of February 2025",
         f"limit: {limit}",
     ]
-    if 0 < together < math.inf:
-        math_s, fsdp_s, tensor_s = (show(t, "s") for t in forward_seconds(model, mesh, together * n))
+    if 0 < least < math.inf:
+        math_s, fsdp_s, tensor_s = (show(t, "s") for t in forward_seconds(model, mesh, least * n))
         notes.append(f"at B, overlapped, a block takes: T_math {math_s}, T_FSDP {fsdp_s}, T_TP {tensor_s}")
-        notes.append(f"for that B the best X is {best_split(model, mesh, together * n):.1f}")
+        notes.append(f"for that B the best X is {best_split(model, mesh, least * n):.1f}")
     return Section("(c) Batch from which products bound the forward pass", tuple(terms), tuple(notes))

@@ -85,10 +85,18 @@ def as_text(sections: Sequence[Section]) -> str:
     for section in sections:
         values = shown(section.terms)
         rows = [(term.name, value, term.working) for term, value in zip(section.terms, values, strict=True)]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
-        lines = [f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {working}".rstrip() for name, value, working in rows]
-        blocks.append("\n".join([section.title, *lines, *(f"  {note}" for note in section.notes)]))
+        lines = [*in_columns(rows, left=(0, 2)), *section.notes]
+        blocks.append("\n".join([section.title, *(f"  {line}" for line in lines)]))
     return "\n\n".join(blocks)
+
+
+def in_columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """A line for each row, whose cells begin below each other in the columns `left`, and end below each other else."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]
 
 
 def as_json(sections: Sequence[Section]) -> list[dict[str, Any]]:

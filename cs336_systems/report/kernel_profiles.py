@@ -10,7 +10,7 @@ from ..bench.profiling.kernel_trace import SCORES, SOFTMAX, VALUES
 from ..bench.row import Row
 from .markdown import markdown_table
 from .pictures import save_picture
-from .plots import put_title
+from .plots import put_title, stack_bars
 from .selection import common_facts, latest
 from .spec import Column, View
 from .tables import table
@@ -62,18 +62,15 @@ def _spans(row: Row) -> list[Row]:
 
 def _attention_parts(row: Row) -> list[Row]:
     """A row for each phase and part of attention, with matrix products apart from the kernels around them."""
-    parts, operations = row.metrics["attention"], row.metrics["attention_operations"]
-    return [
-        replace(
-            row,
-            config={**row.config, "in": phase, "attention part": label},
-            metrics={"ms": attention_part_ms(row, phase, part, products)}
-            | ({} if products is False else {"operations": operations[part]}),
-        )
-        for phase in row.metrics["phase_wall_ms"]
-        if any(phase in of_phase for of_phase in parts.values())
-        for label, part, products in _ATTENTION_PARTS
-    ]
+    parts, found = row.metrics["attention"], []
+    for phase in row.metrics["phase_wall_ms"]:
+        for label, part, products in _ATTENTION_PARTS if any(phase in of for of in parts.values()) else ():
+            of_class = parts.get(part, {}).get(phase, {})
+            ms = sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)
+            operations = {} if products is False else {"operations": row.metrics["attention_operations"][part]}
+            config = {**row.config, "in": phase, "attention part": label}
+            found.append(replace(row, config=config, metrics={"ms": ms, **operations}))
+    return found
 
 
 def short_name(kernel: str) -> str:
@@ -95,12 +92,6 @@ def top_kernels_tables(row: Row) -> str:
                 lines.append((str(i), kernel["class"], *numbers, f"`{short_name(kernel['kernel'])}`"))
             tables.append(f"{name}: {span['kernel_ms']:.4g} ms of kernels a step\n\n" + markdown_table(header, lines))
     return "\n\n".join(tables)
-
-
-def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:
-    """Time in a range of attention: of its matrix products (True), of everything else (False), or of both (None)."""
-    of_class = row.metrics["attention"].get(part, {}).get(phase, {})
-    return sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)
 
 
 KEYS = ("size", "vocab_size", "context_length", "batch_size", "precision", "compile", "attention", "optimizer",
@@ -135,23 +126,20 @@ def plot_shares(rows: Sequence[Row], out: Path) -> None:
     bars = [(name, span) for row in rows if row.status == "ok" for name, span in row.metrics["spans"].items()]
     figure = Figure(figsize=(9, 1.6 + 0.55 * len(bars)), layout="constrained")
     axis = figure.subplots()
-    shown = [cls for cls in CLASSES if any(span["share"].get(cls) for _, span in bars)]
-    left = [0.0] * len(bars)
-    for cls in shown:
-        widths = [span["share"].get(cls, 0.0) for _, span in bars]
-        style: dict[str, Any] = {"color": CLASS_COLORS[cls], "label": cls, "edgecolor": "white", "height": 0.72}
-        drawn = axis.barh(range(len(bars)), widths, left=left, **style)
+    shares = [{cls: span["share"].get(cls, 0.0) for cls in CLASSES} for _, span in bars]
+    stack_bars(axis, shares, CLASS_COLORS, edgecolor="white", height=0.72)
+    containers: list[Any] = axis.containers
+    for drawn in containers:
+        widths = [bar.get_width() for bar in drawn]
         labels = [f"{width:.0%}" if width >= 0.05 else "" for width in widths]  # narrower bars have no room for one
-        is_dark = cls in ("matmul", "softmax", "copy", "optimizer")
+        is_dark = drawn.get_label() in ("matmul", "softmax", "copy", "optimizer")
         axis.bar_label(drawn, labels, label_type="center", color="white" if is_dark else "black", fontsize=9)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
     axis.set_yticks(range(len(bars)), [f"{name}\n{span['kernel_ms']:,.3g} ms" for name, span in bars])
-    axis.invert_yaxis()
     axis.set_xlim(0, 1)
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     axis.set_xlabel("share of kernel time in a step")
     put_title(figure, common_facts(rows, KEYS)[0].replace("_", " "))
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(shown), frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(containers), frameon=False)
     save_picture(figure, out)

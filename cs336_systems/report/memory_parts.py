@@ -14,7 +14,7 @@ from ..planner.memory import part_bytes
 from ..planner.rows import is_of_cpu, training_job, workload_job
 from .fields import get
 from .pictures import save_picture
-from .plots import put_title
+from .plots import put_title, stack_bars
 from .selection import common_facts, grouped, label, latest
 from .spec import Column, View
 from .strategy_tables import SETTING
@@ -105,16 +105,11 @@ def draw_parts(rows: Sequence[Row], folder: Path) -> list[Path]:
     facts, differing = common_facts(done, KEYS)
     names = [" ".join(label(name, row) for name in differing) or row.variant for row in done]
     figure = Figure(figsize=(9, 1.2 + 0.32 * len(moments)), layout="constrained")
-    axis, left = figure.subplots(), [0.0] * len(moments)
-    for part in PARTS:
-        widths = [max(0, moment["parts"][part]) / 2**30 for moment in moments]
-        if any(widths):
-            axis.barh(range(len(moments)), widths, left=left, color=_COLORS[part], label=part.replace("_", " "))
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis = figure.subplots()
+    stack_bars(axis, [{part: moment["parts"][part] / 2**30 for part in PARTS} for moment in moments], _COLORS)
     peaks = [moment["peak_bytes"] / 2**30 for moment in moments]
     axis.plot(peaks, range(len(moments)), "k|", ms=12, mew=1.5, label="peak since the moment before")
     axis.set_yticks(range(len(moments)), [f"{name}: {moment}" for name in names for moment in MOMENTS], fontsize=8)
-    axis.invert_yaxis()
     axis.set_xlabel("memory in use (GiB)")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)

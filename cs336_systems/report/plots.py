@@ -1,13 +1,13 @@
 """Plots of rows, as PNG. A kernel has the same colour and marker in all of them."""
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row
 from .pictures import save_picture
-from .selection import MACHINE, common_facts, differ, field_in_words, label, show
+from .selection import MACHINE, common_facts, differ, field_in_words, grouped_by, label, show
 from .spec import Column, Plot
 
 KERNEL_COLORS = {
@@ -46,10 +46,11 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) 
 
 
 def _split(rows: Sequence[Row], fields: Collection[str]) -> list[list[Row]]:
-    parts: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        parts.setdefault(tuple(row.config.get(name) for name in fields), []).append(row)
-    return [parts[key] for key in _in_order(parts)]
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row.config.get(name) for name in fields)
+
+    parts = {key(part[0]): part for part in grouped_by(rows, key)}
+    return [parts[each] for each in _in_order(parts)]
 
 
 def _in_order(values: Iterable[Any]) -> list[Any]:
@@ -78,6 +79,18 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
 def put_title(figure: Any, text: str) -> None:
     """Write a line above a picture, beginning at its left edge."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=8, wrap=True)
+
+
+def stack_bars(axes: Any, bars: Sequence[Mapping[str, float]], colors: Mapping[str, str], **style: Any) -> None:
+    """Draw horizontal bars, the first on top, each divided into its parts. A part that is 0 in all is left out."""
+    left = [0.0] * len(bars)
+    for part in dict.fromkeys(part for bar in bars for part in bar):
+        widths = [max(0.0, bar.get(part, 0.0)) for bar in bars]
+        if any(widths):
+            name = part.replace("_", " ")
+            axes.barh(range(len(bars)), widths, left=left, color=colors[part], label=name, **style)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
 
 
 def _panels(plot: Plot, rows: Sequence[Row], differing: Sequence[str]) -> Any:

@@ -1,6 +1,6 @@
 """Rows grouped and compared by the fields of their configuration, and those fields in words."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..bench.row import Row
@@ -39,9 +39,14 @@ def group_key(row: Row, names: Sequence[str]) -> str:
 
 def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
     """Rows grouped by machine and by the values of some fields, in order of first appearance."""
-    groups: dict[str, list[Row]] = {}
+    return grouped_by(rows, lambda row: group_key(row, names))
+
+
+def grouped_by(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[list[Row]]:
+    """Rows grouped by a key, in order of first appearance."""
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        groups.setdefault(group_key(row, names), []).append(row)
+        groups.setdefault(key(row), []).append(row)
     return list(groups.values())
 
 

@@ -49,23 +49,28 @@ def streams_table(paths: Sequence[Path]) -> str:
 
 
 def plot_streams(paths: Sequence[Path], out: Path) -> None:
-    """Draw the streams of some steps one below the other, on one time axis, into a PNG."""
+    """Draw the streams of some steps into a PNG."""
+    save_picture(streams_figure([(path.stem, path) for path in paths]), out)
+
+
+def streams_figure(steps: Sequence[tuple[str, Path]]) -> Any:
+    """The streams of some named steps one below the other, on one time axis."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1.2 + 1.3 * len(paths)), layout="constrained")
-    axes = figure.subplots(len(paths), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, path in zip(axes, paths, strict=True):
+    figure = Figure(figsize=(10, 1.2 + 1.3 * len(steps)), layout="constrained")
+    axes = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (name, path) in zip(axes, steps, strict=True):
         streams = read_streams(path)
         for row, (kind, color) in enumerate(COLORS.items()):
             # Kernels a few microseconds apart are drawn as one: a pixel is a quarter of a millisecond.
             spans = [(a, b - a) for a, b in merge(streams[kind], gap=0.02)]
             axis.broken_barh(spans, (-row - 0.4, 0.8), color=color, linewidth=0)
         axis.set_yticks([-row for row in range(len(COLORS))], list(COLORS))
-        axis.set_title(path.stem, loc="left", fontsize=10)
+        axis.set_title(name, loc="left", fontsize=10)
         axis.spines[["top", "right", "left"]].set_visible(False)
     axes[-1].set_xlabel("ms from the first kernel of the step")
     axes[-1].set_xlim(left=0)
-    save_picture(figure, out)
+    return figure
 
 
 def write_page(paths: Sequence[Path], out: Path, note: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from . import kernel_profiles, memory_parts, memory_profiles, step_streams, stra
 from .attention_tables import ATTENTION_VIEWS
 from .markdown import markdown_table
 from .plots import draw
-from .selection import latest
+from .selection import grouped_by, latest
 from .spec import Column, Plot, View
 from .tables import csv_text, table
 
@@ -210,7 +211,7 @@ def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
 
     Raises ValueError for a case that has no table.
     """
-    return "\n\n".join(_case_table(own, swept) for own in _by_case(rows).values())
+    return "\n\n".join(_case_table(own, swept) for own in grouped_by(rows, attrgetter("case")))
 
 
 def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) -> list[Path]:
@@ -219,7 +220,8 @@ def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) ->
     Empty plots are left out. `swept` is as in `rows_table`.
     """
     files = []
-    for case, own in _by_case(rows).items():
+    for own in grouped_by(rows, attrgetter("case")):
+        case = own[0].case
         view = _view(case, swept)
         shown = latest(view.derive(own), view.keys) if view else []
         files.append(write_whole(folder / f"{case}.md", _case_table(own, swept) + "\n"))
@@ -229,13 +231,6 @@ def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) ->
                 files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
             files += view.more(shown, folder) if view.more else []
     return files
-
-
-def _by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    cases: dict[str, list[Row]] = {}
-    for row in rows:
-        cases.setdefault(row.case, []).append(row)
-    return cases
 
 
 def _view(case: str, swept: Sequence[str]) -> View | None:

@@ -171,12 +171,10 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
 
     Compiled blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside.
 
-    Checkpointed blocks drop their activations and recompute them in the backward pass (Chen et al. 2016). Only the
-    input of each block, or of each group of blocks, stays in memory. A group is checkpointed around its blocks, so FSDP
-    gathers the weights of the whole group again for the recomputation. A block that keeps attention's outputs is
-    checkpointed inside its compiled graph: around it, the outputs would be kept in memory that compiled code may reuse.
-
-    Offloading goes around everything else, so what it copies is what a block keeps.
+    Checkpointed blocks keep only the input of each block, or of each group, and recompute the rest in the backward pass
+    (Chen et al. 2016). A group is checkpointed around its blocks, so FSDP gathers its weights again. A block that keeps
+    attention's outputs is checkpointed inside its compiled graph: around it, the outputs would be kept in memory that
+    compiled code may reuse. Offloading goes around everything else, so what it copies is what a block keeps.
     """
     if config.compile and config.keeps_attention:  # PyTorch would warn of in-place operations, which blocks lack
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

@@ -1,10 +1,9 @@
 """Checkpoints that are whole or absent.
 
 A checkpoint is a folder `step_00000100` of safetensors files and `manifest.json`. Every rank writes its own tensors.
-Then rank 0 writes the manifest, with the size and SHA-256 of every file. The folder is written under another name,
-flushed to the disk and renamed into place, so a crash at any moment leaves a whole folder of that name or none.
-
-All ranks call `save_checkpoint` and `prune_together` together. The other functions communicate nothing.
+Then rank 0 writes the manifest, with the size and SHA-256 of every file, and renames the folder into place, so a crash
+at any moment leaves a whole folder of that name or none. All ranks call `save_checkpoint` and `prune_together`
+together. The other functions communicate nothing.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Training in several processes on this machine, through the launcher behind torchrun.
 
-Each process runs `one_rank.py`. It leaves its result, or the reason of its failure, in a file for this process.
+Each process runs `one_rank.py`, which calls a function. It leaves the reason of a failure in a file for this process.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _ERRORS: dict[str, type[Exception]] = {
     for error in (ValueError, FileNotFoundError, NonFiniteError, CheckpointError, failure.CollectiveError)
 }
 _SAVING_S = 600  # time to write a checkpoint after a signal
-_PROGRAM = ["-m", "cs336_systems.training.one_rank"]
+_PROGRAM = ["-m", f"{__package__}.one_rank"]
 
 
 def launch(config: RunConfig) -> RunResult:
@@ -52,7 +52,8 @@ def launch(config: RunConfig) -> RunResult:
         config_file, result_file = Path(folder) / "config.json", Path(folder) / "result.json"
         config_file.write_text(json.dumps(config.to_dict()))
         try:
-            run_processes([*_PROGRAM, str(config_file), str(result_file)], config.parallel.devices, Path(folder))
+            function = f"{__package__}.pipeline:train_one_rank"
+            run_processes([function, str(config_file), str(result_file)], config.parallel.devices, Path(folder))
         except SignalException as error:
             by_interrupt = isinstance(error, _Interrupt)
             if not result_file.is_file():
@@ -75,10 +76,10 @@ def _interrupt(*_: Any) -> None:
 
 
 def run_processes(program: list[str], count: int, folder: Path) -> None:
-    """Run `python PROGRAM... PARENT` in `count` processes on this machine, as torchrun would, and wait for them.
+    """Call a function in `count` processes on this machine, as torchrun would start them, and wait for them.
 
-    PARENT is this process's ID, see `child_process`. The processes report failures in `folder`. Raises the error of
-    the first process that failed, or SignalException if a signal came, after all have ended.
+    program: the function as module:name, then the texts that it gets as a list. The processes report failures in
+    `folder`. Raises the error of the first one that failed, or SignalException if a signal came, after all have ended.
     """
     for name in ("", ".elastic.agent.server.api"):  # the latter has a level of its own and logs each signal
         logging.getLogger(f"torch.distributed{name}").setLevel(logging.CRITICAL)
@@ -109,7 +110,7 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, _interrupt) if in_main_thread else None
     try:
-        elastic_launch(launcher, sys.executable)(*program, str(os.getpid()))
+        elastic_launch(launcher, sys.executable)(*_PROGRAM, *program, str(os.getpid()))
     except ChildFailedError as error:
         raise _failure(error.failures, folder) from None
     finally:
@@ -158,10 +159,7 @@ def device_of_rank(device: str) -> Iterator[torch.device]:
 
 
 def launch_program(program: list[str], count: int) -> None:
-    """Run `python PROGRAM... PARENT` in `count` processes on this machine.
-
-    Raises the error of the first process that failed, and KeyboardInterrupt, or its subclass Ended, for a signal.
-    """
+    """`run_processes`, but a signal raises KeyboardInterrupt or its subclass Ended."""
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
         try:
             run_processes(program, count, Path(folder))

@@ -46,36 +46,24 @@ class LoadedModel:
         return model
 
 
-def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
-    """The newest whole checkpoint of a run folder, or the checkpoint at the path itself.
+def load_model(path: str | Path) -> LoadedModel:
+    """Load a checkpoint, the newest one of a run folder, or a Hugging Face folder, with its tokenizer, onto the CPU.
 
-    Raises ValueError or FileNotFoundError naming the path.
+    Raises ValueError or FileNotFoundError naming the path if there is no whole one, or if the run's tokenizer is not
+    the checkpoint's; for a Hugging Face folder as `import_hf` does.
     """
+    path = Path(path)
+    if is_hf_folder(path):
+        return _load_hf(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: a run folder, a checkpoint or a Hugging Face folder is needed")
-    if (path / MANIFEST).exists():
-        return path, verify_checkpoint(path)
-    found = newest_whole_checkpoint(path / CHECKPOINTS)
+    is_checkpoint = (path / MANIFEST).exists()
+    found = (path, verify_checkpoint(path)) if is_checkpoint else newest_whole_checkpoint(path / CHECKPOINTS)
     if found is None:
         raise ValueError(f"{path} is no checkpoint and has no whole one in {path / CHECKPOINTS}")
-    return found
-
-
-def load_model(path: str | Path) -> LoadedModel:
-    """Load the weights and the tokenizer of a run folder, a checkpoint or a Hugging Face folder, onto the CPU.
-
-    Raises ValueError if the manifest describes no model, or if the run's tokenizer is not the checkpoint's; for a
-    Hugging Face folder as `import_hf` does.
-    """
-    if is_hf_folder(path):
-        return _load_hf(Path(path))
-    checkpoint, manifest = find_checkpoint(Path(path))
-    file = checkpoint / MANIFEST
+    checkpoint, manifest = found
     values: dict[str, Any] = {f.name: manifest.identity.get(f"model.{f.name}") for f in fields(ModelShape)}
-    try:
-        shape = from_json(ModelConfig, {k: v for k, v in values.items() if v is not None}).shape
-    except ValueError as error:
-        raise ValueError(f"checkpoint file {file} describes no model: {error}") from error
+    shape = from_json(ModelConfig, {k: v for k, v in values.items() if v is not None}).shape
     with torch.device("meta"):
         names = TransformerLM(**asdict(shape)).state_dict()
     stored = tensor_shapes(checkpoint)

@@ -10,11 +10,9 @@ with it if the policy keeps them.
 The first K of L blocks are offloaded. A copy may take as long as L - K - 1 blocks compute: the picture shows one. Then
 no more than L - K blocks are on the GPU at any time, as at the end of the forward pass (`accounting.offload_window`).
 
-Copies run in a CUDA stream of their own, after the work that is queued when they start. Memory is allocated and freed
-on the computing stream alone, and freed only after that stream waits for the copy. So the caching allocator reuses it
-in order, without `record_stream`, and the host never waits. A CUDA graph can hold the copies: their stream leaves the
-recorded one and joins it again. Host memory is pinned in the first step and reused, because nothing may be pinned while
-a step is recorded.
+Copies run in a CUDA stream of their own. Memory is allocated and freed on the computing stream alone, and freed only
+after that stream waits for the copy. So the caching allocator reuses it in order, without `record_stream`, and the host
+never waits. Host memory is pinned in the first step and reused, because nothing may be pinned while a step is recorded.
 
 Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design".
 """

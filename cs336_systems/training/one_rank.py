@@ -1,23 +1,16 @@
-"""The program of each process that `launch` starts: reads the configuration from a file and trains."""
+"""The program of each process that `run_processes` starts: calls a function with a list of texts, as one rank."""
 
-import dataclasses
-import json
 import sys
-from pathlib import Path
 
-from ..config.run import RunConfig
-from ..parallel.ranks import environment_rank
+from ..config.checks import import_object
 from .launch import child_process
-from .pipeline import train
 
 
 def main() -> None:
-    """Train: `CONFIG_FILE RESULT_FILE PARENT`."""
-    config_file, result_file, parent = sys.argv[1:]
+    """Call a function: `MODULE:FUNCTION TEXTS... PARENT`."""
+    function, *texts, parent = sys.argv[1:]
     with child_process(parent):
-        result = train(RunConfig.from_dict(json.loads(Path(config_file).read_text())))
-        if environment_rank() == 0:
-            Path(result_file).write_text(json.dumps(dataclasses.asdict(result)))
+        import_object("program", function)(texts)
 
 
 if __name__ == "__main__":

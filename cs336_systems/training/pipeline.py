@@ -1,7 +1,11 @@
 """The main job: from a configuration to a trained model and a sample from it."""
 
 import contextlib
+import dataclasses
+import json
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -56,3 +60,11 @@ def train_on(config: RunConfig, device: torch.device) -> RunResult:
         run = Run(plan, data, device, weights)
         del weights  # as large as the model
         return run.train()
+
+
+def train_one_rank(files: Sequence[str]) -> None:
+    """Train the configuration in the first file as one of several processes. Rank 0 writes the result to the second."""
+    config_file, result_file = map(Path, files)
+    result = train(RunConfig.from_dict(json.loads(config_file.read_text())))
+    if comm.rank() == 0:
+        result_file.write_text(json.dumps(dataclasses.asdict(result)))

@@ -239,6 +239,8 @@ def test_rows_of_one_setting_and_machine_stand_beside_each_other() -> None:
     first, second, other = f.beside(rows, "kernel", ["length"])
     assert (first["length"], first["a"]["ms"], first["b"]["ms"]) == (1, 1, 2)
     assert (second["a"]["ms"], "b" in second, other["b"]["ms"], "a" in other) == (3, False, 4, False)
+    flags = [dict(compile=flag, machine="X", ms=ms) for flag, ms in ((True, 1), (False, 2))]
+    assert [(both["on"]["ms"], both["off"]["ms"]) for both in f.beside(flags, "compile", [])] == [(1, 2)]
 
 
 def test_a_plan_is_of_the_options_and_its_working_is_a_table() -> None:
@@ -248,7 +250,7 @@ def test_a_plan_is_of_the_options_and_its_working_is_a_table() -> None:
     sections = f.plan("attention", batch_size=8, length=1024, head_size=16)
     assert f.plan("attention", batch_size=16, length=1024, head_size=16) != sections
     assert sections[0].terms[0].working in f.working(sections)
-    one = f.working(sections, titles=[sections[0].title])
+    one = f.working(sections[:1])
     assert len(one.splitlines()) == 2 + len(sections[0].terms)
     with pytest.raises(ValueError, match=r"^plan is 'no plan'"):
         f.plan("no plan")

@@ -66,6 +66,6 @@ def measure_together(case: Case, configs: Sequence[Accident]) -> Iterator[Row]:
         yield replace(row, case="together", metrics={**row.metrics, "together": len(configs)})
 
 
-CASE = Case(name="accidents", module=__name__, config=Accident, variant=variant, rows=measure_all)
-TOGETHER = replace(CASE, name="together", module=f"{__name__}:together", rows=measure_together, together=("kind",))
+CASE = Case(name="accidents", config=Accident, variant=variant, rows=measure_all)
+TOGETHER = replace(CASE, name="together", rows=measure_together, together=("kind",))
 PRESETS = {TOGETHER.name: TOGETHER}

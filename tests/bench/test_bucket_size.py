@@ -42,7 +42,7 @@ def quick(*variants: str, **fields: Any) -> list[BucketBench]:
 def test_the_best_size_follows_from_the_rows(tmp_path: Path) -> None:
     rows = all_reduces(tmp_path, 1e-4, 1e9)
     (best,) = quick("bucketed:best", rows=rows)
-    nbytes = 4 * num_parameters(best.workload().shape)
+    nbytes = 4 * num_parameters(best.model.shape)
     size = (nbytes * 1e9 * 1e-4) ** 0.5  # sqrt(s w o)
     assert float(best.variant.removeprefix("bucketed:")) == pytest.approx(size / MIB, abs=1e-3)
     (small,) = quick("bucketed:0.01", rows=rows)

@@ -112,7 +112,7 @@ def test_each_round_yields_rows_of_the_rounds_so_far(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DDPBench, "look", lambda *_: {})
     monkeypatch.setattr(turns, "free_memory", lambda: None)
     configs = quick("naive", "flat", rounds=3)
-    rows = list(ddp.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
+    rows = list(ddp.measure_in_turns(configs, torch.device("cpu"), lambda config: None))
     assert measured == [row.variant for row in rows] == ["naive", "flat"] * 3
     assert [row.config["rounds"] for row in rows] == [1, 1, 2, 2, 3, 3]
     assert [row.metrics["steps_ms"] for row in rows[::2]] == [[1.0], [1.0, 3.0], [1.0, 3.0, 5.0]]
@@ -146,7 +146,7 @@ def test_variants_built_once_are_kept_for_all_rounds(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(turns, "Trainer", Counting)
     configs = quick(ALONE, devices=1, rounds=2, steps=1, built_once=True)
     configs += [replace(configs[0], context_length=8)]
-    rows = list(ddp.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
+    rows = list(ddp.measure_in_turns(configs, torch.device("cpu"), lambda config: None))
     first, second = ([("step", i)] * 2 for i in range(2))  # the first is not measured
     warm = [("built", 0), ("step", 0), ("built", 1), ("step", 1)]
     assert events == [*warm, *first, *second, *first, *second, ("closed", 1), ("closed", 0)]

@@ -93,7 +93,7 @@ def test_two_gpus_measure_the_step_compiled_and_in_bfloat16(strategy: str) -> No
 def test_the_row_is_read_back_from_the_trainer(tmp_path: Any) -> None:
     config = quick(devices=1, batch_size=3, activation_checkpointing="block")
     with tiny_trainer(config.run_config(), random_tokens(1000)) as trainer:
-        found = read_back(config, True, trainer)["ran"]
+        found = read_back(trainer)
         asked = row_config(config)
         assert {name: value for name, value in found.items() if name in asked} == {
             name: value for name, value in asked.items() if name in found
@@ -101,4 +101,4 @@ def test_the_row_is_read_back_from_the_trainer(tmp_path: Any) -> None:
         assert found["checkpointed_blocks"] == 2
         trainer.model.float()
         trainer.model.lm_head.loss = nn.functional.cross_entropy
-        assert read_back(config, True, trainer)["ran"] == found | {"weight_dtype": "fp32", "loss_chunk_tokens": None}
+        assert read_back(trainer) == found | {"weight_dtype": "fp32", "loss_chunk_tokens": None}

@@ -9,7 +9,7 @@ import torch
 
 from cs336_systems.parallel import STRATEGIES, Options, comm
 from tests.distributed import run_ranks, wait_until
-from tests.parallel.models import build, message_of
+from tests.parallel.models import build
 
 
 def gather_to(to_ranks: Sequence[int | None], name: str, model: str, device: str) -> list[Any]:
@@ -102,13 +102,3 @@ def test_a_rank_that_gathers_for_another_has_one_group_whole_at_a_time() -> None
         assert most == largest
     for most, everything, _ in run_ranks(whole_at_a_time, 2, None):
         assert most == everything
-
-
-def no_such_rank(rank: int) -> str:
-    return message_of(lambda: STRATEGIES["fsdp"](build("transformer"), Options()).full_state_dict(to_rank=rank))
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_an_unknown_rank_is_refused(rank: int) -> None:
-    for said in run_ranks(no_such_rank, 2, rank):
-        assert said.startswith(f"ValueError: to_rank is {rank}: ")

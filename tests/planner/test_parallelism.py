@@ -46,15 +46,12 @@ def test_below_means_below() -> None:
 def test_the_forward_pass_is_bound_by_products_from_319_tokens_a_device() -> None:
     # alpha = 4.6e14 / 1.8e11 = 2555.56; / (4 x 2) = 319.44 tokens a device, x 64 = 20,444.
     assert least_device_batch(XXL, V5P) == pytest.approx(319.444, abs=1e-3)
-    # In turns: T_TP / T_math = 2555.56 x 4 / 53248 = 0.19197; 319.444 / 0.80803 = 395.34.
-    assert least_device_batch(XXL, V5P, together=False) == pytest.approx(395.34, abs=0.01)
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_the_bound_is_where_the_times_meet(together: bool) -> None:
-    batch = 64 * least_device_batch(XXL, V5P, together)
+def test_the_bound_is_where_the_times_meet() -> None:
+    batch = 64 * least_device_batch(XXL, V5P)
     math_s, fsdp_s, tensor_s = forward_seconds(XXL, V5P, batch)
-    assert math_s == pytest.approx(max(fsdp_s, tensor_s) if together else fsdp_s + tensor_s)
+    assert math_s == pytest.approx(max(fsdp_s, tensor_s))
 
 
 def test_the_times_by_hand() -> None:
@@ -79,12 +76,11 @@ def test_one_device_along_a_dimension_sends_nothing_along_it() -> None:
 def test_the_section_has_the_bound_and_says_what_limits_it(x: int, y: int, limit: str) -> None:
     mesh = Mesh(x=x, y=y)
     section = parallelism_sections(XXL, mesh)[-1]
-    for name, together in (("overlapped", True), ("in turns", False)):
-        least = least_device_batch(XXL, mesh, together)
-        assert (section.value(f"B / N, {name}"), section.value(f"B, {name}")) == (least, least * x * y)
+    least = least_device_batch(XXL, mesh)
+    assert (section.value("B / N, overlapped"), section.value("B, overlapped")) == (least, least * x * y)
     # alpha Y / F = 2555.56 Y / 53248.
     assert section.value("T_TP / T_math") == pytest.approx(0.047994 * y if y > 1 else 0, rel=1e-4)
-    assert limit in section.notes[2]
+    assert limit in section.notes[1]
 
 
 def test_too_much_tensor_parallelism_is_never_bound_by_products() -> None:

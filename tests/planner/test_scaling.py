@@ -89,7 +89,7 @@ def layer_of(seed: int = 0) -> tuple[Tensor, list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_the_equations_of_tensor_parallelism_are_those_of_autograd(devices: int) -> None:
-    """As TENSOR_PARALLEL_BACKWARD has them, with f = silu; and their operations are those that are counted."""
+    """As the write-up's tp_calcs has them, with f = silu; and their operations are those that are counted."""
     x, (w1, w2, w3), dy = layer_of()
     leaves = [tensor.clone().requires_grad_() for tensor in (x, w1, w2, w3)]
     y = (silu(leaves[0] @ leaves[1]) * (leaves[0] @ leaves[2])) @ leaves[3]

@@ -238,21 +238,3 @@ def test_phases_come_back_as_they_were_saved(tmp_path: Path) -> None:
     del content["max_entries"], content["error"]  # None is their value there
     (tmp_path / "phases.json").write_text(json.dumps(content))
     assert read_phases(tmp_path / "phases.json") == phases
-
-
-@pytest.mark.parametrize(
-    "old, new, said",
-    [
-        ('"names"', '"nam"', "names"),
-        ('"forward"', "5", ""),
-        ('"boundary": 3', '"border": 3', "border"),
-        ("}", "}]", ""),
-    ],
-)
-def test_a_damaged_phases_file_is_one_line_that_names_it(old: str, new: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "phases.json"
-    one_step()[1].save(path)
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-    with pytest.raises(ValueError, match=rf"phases\.json.*{said}"):
-        read_phases(path)

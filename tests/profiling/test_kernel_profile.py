@@ -1,6 +1,5 @@
 """`cs336 profile kernels`: numbers from a made-up trace with known answers, and the whole command on a CPU."""
 
-import csv
 import gzip
 import json
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cs336_systems.bench.instruments.trace import read_trace
 from cs336_systems.bench.profiling import kernel_profile
 from cs336_systems.bench.profiling.kernel_profile import CASE, KernelProfile, profile_with_torch
 from cs336_systems.bench.profiling.kernel_totals import (
@@ -18,9 +18,8 @@ from cs336_systems.bench.profiling.kernel_totals import (
     busy_ms,
     kernel_metrics,
     span_metrics,
-    write_kernels,
 )
-from cs336_systems.bench.profiling.kernel_trace import OUTSIDE, SCORES, SOFTMAX, VALUES, Kernel, gpu_kernels
+from cs336_systems.bench.profiling.kernel_trace import SCORES, SOFTMAX, VALUES, Kernel, gpu_kernels
 from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.cli.report import make_report
 from cs336_systems.report.kernel_profiles import CLASS_COLORS, plot_shares, short_name, top_kernels_tables
@@ -145,18 +144,6 @@ def test_kernels_outside_all_phases_count_in_the_step() -> None:
 # Files, tables, the picture
 
 
-def test_the_csv_has_every_kernel_with_names_that_hold_commas(tmp_path: Path) -> None:
-    totals = add_up(gpu_kernels(training_steps(STEPS)), STEPS)
-    write_kernels(tmp_path / "kernels.csv", "train_step", totals)
-    lines = list(csv.DictReader((tmp_path / "kernels.csv").open()))
-    assert len(lines) == len(totals)
-    assert sum(float(line["ms_per_step"]) for line in lines) == pytest.approx(2.510)
-    for phase in ("forward", "backward", "optimizer", OUTSIDE):
-        shares = [float(line["share_of_phase"]) for line in lines if line["phase"] == phase]
-        assert sum(shares) == pytest.approx(1, abs=1e-5)
-    assert {line["kernel"] for line in lines} == {total.name for total in totals}
-
-
 def test_the_table_of_rows_shows_inference_beside_training() -> None:
     table = rows_table([made_up_row("forward"), made_up_row()])
     assert "NVIDIA H200; size small; context_length 512; batch_size 4; precision fp32;" in table
@@ -205,7 +192,7 @@ def test_every_class_has_a_colour_of_its_own(tmp_path: Path) -> None:
 def test_the_command_on_a_cpu_from_end_to_end(tmp_path: Path, cs336: Run) -> None:
     code, said, _ = cs336("profile", "kernels", "--quick", "--out", str(tmp_path / "out"))
     assert code == 0
-    names = {"kernels.csv", "rows.jsonl", "shares.png", "trace_forward.json.gz", "trace_train_step.json.gz"}
+    names = {"rows.jsonl", "shares.png", "trace_forward.json.gz", "trace_train_step.json.gz"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     rows = read_rows(tmp_path / "out" / "rows.jsonl")
     assert [(row.variant, row.status, row.config["size"]) for row in rows] == [
@@ -218,12 +205,8 @@ def test_the_command_on_a_cpu_from_end_to_end(tmp_path: Path, cs336: Run) -> Non
         assert 0 < spans[name]["share"]["softmax"] < 1
         assert name in said
     # In each of 2 layers 7 projections, and the head; the gradients of weights and inputs double that.
-    lines = list(csv.DictReader((tmp_path / "out" / "kernels.csv").open()))
-    calls = {mode: dict.fromkeys(("forward", "backward"), 0.0) for mode in ("forward", "train_step")}
-    for line in lines:
-        if line["kernel"] == "aten::mm":
-            calls[line["mode"]][line["phase"]] += float(line["calls_per_step"])
-    assert calls == {"forward": {"forward": 15, "backward": 0}, "train_step": {"forward": 15, "backward": 30}}
+    for name, calls in (("inference", 15), ("forward", 15), ("backward", 30)):
+        assert [top["calls"] for top in spans[name]["top"] if top["kernel"] == "aten::mm"] == [calls]
     operations = rows[0].metrics["attention_operations"]
     assert operations == {SCORES: 2 * 2 * 2 * 32 * 32 * 32, SOFTMAX: 5 * 2 * 2 * 2 * 32 * 32, VALUES: 262_144}
     assert "nsys profile --trace=cuda,nvtx" in said
@@ -252,7 +235,7 @@ def test_a_mode_that_does_not_fit_is_a_row_and_the_next_one_is_profiled(
     def profile(config: KernelProfile) -> Any:
         if config.mode == "forward":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return {"size": "quick"}, {"wall_ms": 1.0}, []
+        return {"size": "quick"}, {"wall_ms": 1.0}
 
     monkeypatch.setattr(kernel_profile, "profile_with_torch", profile)
     configs = [KernelProfile(**QUICK, mode=mode, folder=str(tmp_path)) for mode in ("forward", "train_step")]
@@ -265,14 +248,15 @@ def test_a_mode_that_does_not_fit_is_a_row_and_the_next_one_is_profiled(
 def test_profiled_steps_alone_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm-up, timed steps and the profiler's own first step leave no trace."""
     seen: list[list[Kernel]] = []
+    totals: list[KernelTotal] = []
 
     def spy(kernels: list[Kernel], steps: int) -> list[KernelTotal]:
         seen.append(kernels)
-        return add_up(kernels, steps)
+        totals.extend(add_up(kernels, steps))
+        return totals
 
     monkeypatch.setattr(kernel_profile, "add_up", spy)
-    config = KernelProfile(**QUICK, mode="forward", warmup=2, steps=3, folder=str(tmp_path))
-    _, _, totals = profile_with_torch(config)
+    profile_with_torch(KernelProfile(**QUICK, mode="forward", warmup=2, steps=3, folder=str(tmp_path)))
     assert sum(kernel.name == "aten::embedding" for kernel in seen[0]) == 3
     assert sum(total.calls for total in totals if total.name == "aten::mm") == 15
 
@@ -286,10 +270,9 @@ def test_profiled_steps_alone_are_counted(tmp_path: Path, monkeypatch: pytest.Mo
 def test_on_a_gpu_every_kernel_has_its_phase_and_the_sums_match(precision: str, compiled: bool, tmp_path: Path) -> None:
     given = dict(size="small", context_length=256, precision=precision, compile=compiled, device="cuda", steps=2)
     for mode, span in (("forward", "inference"), ("train_step", "training step")):
-        ran, m, totals = profile_with_torch(KernelProfile(**given, mode=mode, folder=str(tmp_path)))  # type: ignore[arg-type]
+        ran, m = profile_with_torch(KernelProfile(**given, mode=mode, folder=str(tmp_path)))  # type: ignore[arg-type]
         spans = m["spans"]
         whole = spans[span]
-        assert m["kernel_ms"] == pytest.approx(sum(total.ms for total in totals))
         assert whole["kernel_ms"] == pytest.approx(m["kernel_ms"])
         assert m["outside_ms"] <= 0.001 * m["kernel_ms"]
         assert m["busy_ms"] <= m["kernel_ms"] * (1 + 1e-5)  # of times in ns: each end is rounded
@@ -307,7 +290,8 @@ def test_on_a_gpu_every_kernel_has_its_phase_and_the_sums_match(precision: str, 
 @pytest.mark.gpu
 def test_on_a_gpu_the_parts_of_attention_are_told_apart_forward_and_backward(tmp_path: Path) -> None:
     config = KernelProfile(size="small", mode="train_step", device="cuda", steps=2, folder=str(tmp_path))
-    _, _, totals = profile_with_torch(config)
+    profile_with_torch(config)
+    totals = add_up(gpu_kernels(read_trace(tmp_path / "trace_train_step.json.gz")), config.steps)
     layers = config.shape.num_layers
 
     def calls(part: str, phase: str, kind: str) -> float:

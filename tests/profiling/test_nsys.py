@@ -107,8 +107,7 @@ esac
 
 def test_nsys_fills_the_same_tables_as_torch(stand_in: Path, tmp_path: Path) -> None:
     config = KernelProfile(size="quick", device="cpu", mode="train_step", steps=2, folder=str(tmp_path))
-    ran, metrics, totals = profile_with_nsys(config)
-    assert totals == nsys_totals(KERNELS, RANGES, "train_step", 2)
+    ran, metrics = profile_with_nsys(config)
     assert metrics["kernel_ms"] == pytest.approx(4.8)
     table = rows_table([Row(case="profile-kernels", variant="train_step", config=ran | {"steps": 2}, metrics=metrics)])
     assert "| train_step | 5 | 4.8 |" in table

@@ -37,7 +37,7 @@ def test_kernels_of_two_lengths_are_profiled_into_a_folder_each(tmp_path: Path, 
     assert (code, facts) == (0, [("train_step", "ok", length, "own") for length in (8, 16)])
     assert files_in(tmp_path) == {"quick-8-train_step-fp32", "quick-16-train_step-fp32", "rows.jsonl"}
     for length in (8, 16):
-        names = {"kernels.csv", "shares.png", "trace_train_step.json.gz"}
+        names = {"shares.png", "trace_train_step.json.gz"}
         assert files_in(tmp_path / f"quick-{length}-train_step-fp32") == names
     assert rows_table(rows) in said
 

@@ -273,7 +273,10 @@ def test_an_interrupt_ends_the_search_and_its_processes(tmp_path: Path) -> None:
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     environ = os.environ | {"TMPDIR": str(tmp_path)}  # so that it is in the command line of the worker
     with subprocess.Popen(command, env=environ, start_new_session=True, **pipes) as process:
-        wait_until(lambda: any("cs336_systems.bench.ranks" in words for words in processes_of(str(tmp_path))), process)
+        wait_until(
+            lambda: any("cs336_systems.bench.ranks:measure_one_rank" in words for words in processes_of(str(tmp_path))),
+            process,
+        )
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=15)
     assert (process.returncode, err) == (130, "cs336: interrupted\n")

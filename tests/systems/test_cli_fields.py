@@ -255,15 +255,6 @@ def test_a_wrong_group_or_a_key_below_a_field_is_named(arguments: list[str], mes
     assert error_of(*TINY, *arguments) == message
 
 
-@pytest.mark.parametrize("written", ["1" + "0" * 400, "1" * 5000, "[" * 5000], ids=["400 digits", "5000", "nested"])
-@pytest.mark.parametrize("field", ["train.max_steps", "model.d_model", "optimizer.lr", "model.rope_theta"])
-def test_an_absurdly_long_value_is_one_line(field: str, written: str, write_config: WriteConfig) -> None:
-    assert error_of(*TINY, f"--{field}={written}")
-    group, name = field.split(".")
-    with_model = {"model": MODEL} | {group: {**(MODEL if group == "model" else {}), name: "@"}}
-    assert error_of("--config", write_config(json.dumps(with_model).replace('"@"', written)))
-
-
 def _takes_null(hint: Any) -> bool:
     return type(None) in typing.get_args(hint)
 

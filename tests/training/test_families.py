@@ -307,13 +307,6 @@ def test_a_chat_model_stays_one_through_training(way: str, old: bool, tmp_path: 
     assert sample == tokenizer.decode(greedy[0, 1:])
 
 
-def test_an_end_that_is_no_token_is_named(tmp_path: Path) -> None:
-    save_chat_model(tmp_path, 290, old=False)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is '</s>': it must be a token's number"):
-        load_model(tmp_path)
-
-
 def test_a_model_takes_no_tokenizer_but_its_own(llama: Path, tmp_path: Path) -> None:
     """A new one is refused before it is trained; for a model that has lost its own, the user names it."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)

@@ -150,26 +150,17 @@ def test_an_import_without_a_tokenizer_warns(trained: Path, tmp_path: Path, caps
     assert load_model(tmp_path / "back").tokenizer is None
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("model.d_model", None, "model.d_model is missing"),
-        ("model.rope_theta", [1], "model.rope_theta is [1]: it must be a number"),
-        ("model.d_ff", "64", "model.d_ff is '64': it must be an integer"),
-        ("tokenizer", ["x"], "is not the tokenizer that"),
-    ],
-)
-def test_a_manifest_that_describes_another_model_than_its_files_is_one_line(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: object, message: str
+def test_a_checkpoint_of_another_tokenizer_is_one_line(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(trained, tmp_path / "run")
     checkpoint = load_model(tmp_path / "run").checkpoint
-    forge_manifest(checkpoint, lambda manifest: manifest["identity"].update({name: value}))
+    forge_manifest(checkpoint, lambda manifest: manifest["identity"].update(tokenizer="x"))
     for words in (("generate", tmp_path / "run"), ("export", tmp_path / "run")):
         assert run_command(*words) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
-        assert message in error
+        assert "is not the tokenizer that" in error
         assert str(checkpoint) in error
 
 

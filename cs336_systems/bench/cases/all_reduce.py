@@ -83,7 +83,6 @@ def measure_on_rank(
 
 CASE = Case(
     name="all-reduce",
-    module=__name__,
     config=CollectiveBench,
     variant=lambda config: f"{config.collective} {config.backend} {config.world_size}",
     rows=launched,

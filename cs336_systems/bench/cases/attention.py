@@ -3,12 +3,10 @@
 - `flash`, the handout's flash_benchmarking: kernels over lengths and head sizes at batch 1, causal, in bf16 and fp32.
 - `kernels`: kernels at the shapes of published figures (table in docs/one-gpu.md).
 - `attention-sweep`: the forward pass at square and rectangular numbers of queries and keys.
-- `attention`, the handout's pytorch_attention and torch_compile: 100 forward and 100 backward passes at batch 8 in
-  float32, eager and compiled, and the memory between them. The handout leaves the mask open; here it is causal, as in
-  a language model.
-- `leaderboard-2025`, the assignment's FlashAttention leaderboard, with the handout's code: forward, sum, backward of
-  causal bf16 attention with 16 heads, length 16,384 and head size 64. q, k and v are parts of one tensor whose
-  gradient accumulates from call to call, and the time includes that.
+- `attention`, the handout's pytorch_attention and torch_compile: eager and compiled passes, and the memory between
+  them. The handout leaves the mask open; here it is causal.
+- `leaderboard-2025`, the assignment's FlashAttention leaderboard, with the handout's code. q, k and v are parts of one
+  tensor whose gradient accumulates from call to call, and the time includes that.
 
 The kernels of the first three take turns (`instruments/kernel_turns.py`).
 """
@@ -376,7 +374,7 @@ def check_type(config: FlashBench) -> None:
 
 
 def _preset(name: str, config: type[AttentionBench], rows: Any, variant: Any, **fields: Any) -> Case:
-    return Case(name=name, config=config, module=f"{__name__}:{name}", rows=rows, variant=variant, **fields)
+    return Case(name=name, config=config, rows=rows, variant=variant, **fields)
 
 
 def _in_turns(name: str, config: type[AttentionBench], *works: str, **fields: Any) -> Case:

@@ -98,7 +98,7 @@ class BucketBench(DDPBench):
                               "bytes_per_s": bandwidth}}  # fmt: skip
 
     def _gradient_bytes(self) -> float:
-        return float(gradient_bytes_of(random_run(self.workload().model_config, precision=self.precision).to_dict()))
+        return float(gradient_bytes_of(random_run(self.model, precision=self.precision).to_dict()))
 
 
-CASE = strategies_case(BucketBench, __name__)
+CASE = strategies_case(BucketBench)

@@ -1,11 +1,8 @@
 """The case `checkpointing`: peak memory and time of a step by the number of blocks that are checkpointed together.
 
-A group of K blocks keeps only its input; the backward pass has one whole group in memory at a time. Small groups keep
-many inputs, large groups need much memory at once, and all cost one more forward pass. If a block were as small as its
-input, the optimum would be the square root of the number of blocks; a block is ten times as large, so the best groups
-are small. Blocks may also keep attention's outputs, which are small for the time that they take. Rows have the measured
-memory beside the count of `accounting.checkpointed_activation_bytes`. Eager blocks under autocast have a floor that no
-checkpointing lowers: autocast keeps a copy of all weights until the forward pass ends. Compiled blocks cast inside.
+A group of K blocks keeps only its input; the backward pass has one whole group in memory at a time. Blocks may also
+keep attention's outputs, which are small for the time that they take. Rows have the measured memory beside the count of
+`accounting.checkpointed_activation_bytes`.
 """
 
 import dataclasses
@@ -119,7 +116,6 @@ def measure_all(case: Case, configs: Sequence[CheckpointingBench]) -> Iterable[R
 
 CASE = Case(
     name="checkpointing",
-    module=__name__,
     config=CheckpointingBench,
     variant=lambda config: f"{config.activation_checkpointing} {numerics(config)}",
     rows=measure_all,

@@ -1,14 +1,12 @@
 """A training step on several GPUs, strategy by strategy: the cases `ddp`, beside one GPU alone, and `overlap-trace`.
 
-One launch measures all variants, so that they run on the same machine; with several rounds they take turns. A step is
-the training loop's, with clipping and the all-reduce of the loss, on random tokens. With precision bf16 the gradients
-of matrices are sent in bfloat16, by `torch_ddp` in float32. `alone` is the same step on each GPU without any
-communication, so the difference is the cost of data parallelism. One more step is profiled: how long it communicates,
-and how much of that overlaps with compute.
+One launch measures all variants, so that they run on the same machine. A step is the training loop's, on random tokens.
+With precision bf16 the gradients of matrices are sent in bfloat16, by `torch_ddp` in float32. `alone` is the same step
+on each GPU without any communication. One more step is profiled: how long it communicates, and how much of that
+overlaps with compute.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ...config.checks import check_types, is_import_path, require, require_at_least, without_groups
+from ...config.model import ModelConfig
 from ...config.run import SHARDED, STRATEGIES, ParallelConfig, RunConfig
 from ...machine.hardware import select_device
 from ...parallel import get_strategy
@@ -27,7 +26,7 @@ from ..outcome import measured
 from ..ranks import launched
 from ..row import Row
 from ..turns import StepBench, measure_in_turns
-from ..workload import Workload, random_run
+from ..workload import model_of, random_run
 
 ALONE = "alone"
 _OF_SEVERAL = tuple(strategy for strategy in STRATEGIES if strategy != "none")
@@ -74,8 +73,6 @@ class DDPBench(StepBench):
 
     case = "ddp"
     options = OPTIONS
-    every_round = True
-    """Whether rounds before the last one have rows too."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -99,7 +96,7 @@ class DDPBench(StepBench):
             parallel |= dict(bucket_size_mb=float(bucket)) if bucket else {}
             parallel |= dict(nccl_max_ctas=self.nccl_max_ctas)
         return random_run(
-            self.workload().model_config,
+            self.model,
             ParallelConfig(**parallel),
             batch_size=self.batch_size * (1 if name == ALONE else self.devices),
             compile=self.compile,
@@ -133,8 +130,9 @@ class DDPBench(StepBench):
             )
         return name, bucket, chosen
 
-    def workload(self) -> Workload:
-        return Workload(size=self.size, context_length=self.context_length, attention="auto", device="cpu")
+    @property
+    def model(self) -> ModelConfig:
+        return model_of(self.size, context_length=self.context_length)
 
     @property
     def is_alone(self) -> bool:
@@ -166,18 +164,10 @@ def name_of(config: DDPBench) -> str:
     return f"{config.variant}{ctas}{' compiled' if config.compile else ''}"
 
 
-def measure_on_rank(configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[Any], None]) -> Iterator[Row]:
-    """Measure all variants in turns, together with the other ranks; the rows are the same on all ranks."""
-    for config, metrics in measure_in_turns(configs, device, at_work, lambda config, *of: config.look(*of)):
-        if config.every_round or config.rounds == configs[0].rounds:
-            yield config.row(metrics)
-
-
-def strategies_case(config: type[DDPBench], place: str, on_rank: Any = measure_on_rank) -> Case:
-    """The case at `place` (see `load_case`) that measures variants and compiled blocks in one launch."""
+def strategies_case(config: type[DDPBench], on_rank: Any = measure_in_turns) -> Case:
+    """The case that measures variants and compiled blocks in one launch."""
     return Case(
         name=config.case,
-        module=place,
         config=config,
         variant=name_of,
         rows=launched,
@@ -237,6 +227,6 @@ def _step_for_nsys(trainer: Trainer, is_first: bool) -> None:
     torch.cuda.profiler.stop()
 
 
-CASE = strategies_case(DDPBench, __name__)
-OVERLAP_TRACE = strategies_case(OverlapTrace, f"{__name__}:overlap-trace")
+CASE = strategies_case(DDPBench)
+OVERLAP_TRACE = strategies_case(OverlapTrace)
 PRESETS = {OVERLAP_TRACE.name: OVERLAP_TRACE}

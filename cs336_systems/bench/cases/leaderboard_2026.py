@@ -6,7 +6,6 @@ activations are recomputed: cheap ones in every block (compile_memory_budget), a
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config.checks import check_types, require_at_least, without_groups
 from ...config.run import ParallelConfig, RunConfig
+from ...kernels.attention import get_attention
 from ...machine.hardware import DTYPE_NAMES, device_peak_flops, select_device
 from ...parallel import comm
 from ...planner.accounting import training_flops
@@ -26,7 +26,7 @@ from ..outcome import measured
 from ..ranks import launched
 from ..row import Row
 from ..turns import StepBench, measure_in_turns
-from ..workload import Workload, is_compiled, random_run, wrapped
+from ..workload import is_compiled, model_of, random_run, wrapped
 
 TIMER = (
     "median and mean of {steps} calls of Trainer.train_step (batch, forward, loss, backward, gradient norm, clipping, "
@@ -81,18 +81,37 @@ class Leaderboard2026Bench(StepBench):
         require_at_least(self, "", 1, "devices", "batch_size", "warmup", "steps")
         with without_groups():
             self.run_config()
+            get_attention(self.attention)
             check_devices(self.device, self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
 
     def run_config(self) -> RunConfig:
-        model = Workload(
-            size=self.size, context_length=self.context_length, attention=self.attention, device="cpu"
-        ).model_config
+        model = model_of(self.size, context_length=self.context_length, attention=self.attention)
         names = ("precision", "weight_dtype", "activation_checkpointing", "compile", "compile_memory_budget",
                  "loss_chunk_tokens", "device")  # fmt: skip
         parallel = ParallelConfig(devices=self.devices, strategy=self.strategy, step_timeout_s=self.step_timeout_s)
         train = {name: getattr(self, name) for name in names}
         return random_run(model, parallel, batch_size=self.batch_size * self.devices, **train)
+
+    def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+        return {"ran": read_back(trainer)}
+
+    def row(self, metrics: dict[str, Any]) -> Row:
+        """The row; its fields are read back from the trainer.
+
+        Rates are of the median step: tokens/s of all GPUs; TFLOP/s and MFU per GPU, without recomputation.
+        """
+        run, seconds = self.run_config(), metrics["step_ms"]["p50"] / 1e3
+        ran = {**metrics.pop("ran"), "run": run.to_dict()}
+        flops = training_flops(run.model.shape, self.batch_size, self.context_length)
+        peak = device_peak_flops(torch.device(self.device), self.precision)
+        metrics |= dict(
+            timer=TIMER.format(steps=self.steps, warmup=self.warmup),
+            tokens_per_s=self.batch_size * self.devices * self.context_length / seconds,
+            tflops=flops / seconds / 1e12,
+            mfu=flops / seconds / peak if peak else None,
+        )
+        return measured("leaderboard-2026", variant(self), row_config(self), ran, metrics)
 
 
 def variant(config: Leaderboard2026Bench) -> str:
@@ -101,14 +120,14 @@ def variant(config: Leaderboard2026Bench) -> str:
     return " ".join(how if config.compile else [*how[:2], "eager"])
 
 
-def read_back(config: Leaderboard2026Bench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+def read_back(trainer: Trainer) -> dict[str, Any]:
     """Fields and the number of checkpointed blocks, read from model, strategy and loader."""
     blocks: list[Any] = list(trainer.model.layers)
     strategies = {"FSDP": "fsdp", "TorchFSDP": "torch_fsdp"}
     # A 16-bit weight is kept in the dtype of its master, if it has one.
     (dtype,) = {trainer.optimizer.state[p].get(MASTER, p).dtype for p in trainer.model.parameters()}
     loss = trainer.model.lm_head.loss
-    ran = dict(
+    return dict(
         strategy=strategies.get(type(trainer.strategy).__name__),
         devices=comm.world_size(),
         batch_size=trainer.micro_batch,
@@ -120,35 +139,12 @@ def read_back(config: Leaderboard2026Bench, is_first: bool, trainer: Trainer) ->
         num_layers=len(blocks),
         checkpointed_blocks=sum(checkpoint in wrapped(block.forward) for block in blocks),
     )
-    return {"ran": ran}
-
-
-def measure_on_rank(
-    configs: Sequence[Leaderboard2026Bench], device: torch.device, at_work: Callable[[Leaderboard2026Bench], None]
-) -> Iterator[Row]:
-    """Yield a row per configuration, the same on all ranks; its fields are read back from the trainer.
-
-    Rates are of the median step: tokens/s of all GPUs; TFLOP/s and MFU per GPU, without recomputation.
-    """
-    for config, metrics in measure_in_turns(configs, device, at_work, read_back):
-        run, seconds = config.run_config(), metrics["step_ms"]["p50"] / 1e3
-        ran = {**metrics.pop("ran"), "run": run.to_dict()}
-        flops = training_flops(run.model.shape, config.batch_size, config.context_length)
-        peak = device_peak_flops(device, config.precision)
-        metrics |= dict(
-            timer=TIMER.format(steps=config.steps, warmup=config.warmup),
-            tokens_per_s=config.batch_size * config.devices * config.context_length / seconds,
-            tflops=flops / seconds / 1e12,
-            mfu=flops / seconds / peak if peak else None,
-        )
-        yield measured("leaderboard-2026", variant(config), row_config(config), ran, metrics)
 
 
 CASE = Case(
     name="leaderboard-2026",
-    module=__name__,
     config=Leaderboard2026Bench,
     variant=variant,
     rows=launched,
-    measure_on_rank=measure_on_rank,
+    measure_on_rank=measure_in_turns,
 )

@@ -1,9 +1,8 @@
 """The case `lm-matrix`: short training runs of attention kernels x parallel strategies on token files.
 
-Each is a whole run of `cs336_systems.training` in its own processes and ends with a validation. The processes share the
-batch that one process would see, so all strategies of a kernel reach the same loss; another loss is an error. Training
-amplifies rounding: two runs of one process with a non-deterministic kernel soon differ by 0.01 nats. So the
-first gradient norms, which rounding has hardly changed, are compared more closely.
+The processes of a run share the batch that one process would see, so all strategies of a kernel reach the same loss;
+another loss is an error. Training amplifies rounding: two runs of one process with a non-deterministic kernel soon
+differ by 0.01 nats. So the first gradient norms, which rounding has hardly changed, are compared more closely.
 """
 
 import dataclasses
@@ -237,7 +236,6 @@ def compared(row: Row, reference: Row, tolerance: float) -> Row:
 
 CASE = Case(
     name="lm-matrix",
-    module=__name__,
     config=LMMatrixBench,
     variant=lambda config: f"{config.kernel} {config.strategy}",
     rows=measure,

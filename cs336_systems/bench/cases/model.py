@@ -89,7 +89,6 @@ class WarmupBench(ModelBench):
 
 CASE = Case(
     name="model",
-    module=__name__,
     config=ModelBench,
     variant=lambda config: " ".join((config.mode, numerics(config))),
     rows=each(measure),
@@ -97,7 +96,6 @@ CASE = Case(
 )
 WARMUP = Case(
     name="warmup",
-    module=f"{__name__}:warmup",
     config=WarmupBench,
     variant=lambda config: f"{config.warmup} warm-up steps",
     rows=each(measure),

@@ -1,15 +1,10 @@
 """The types of numbers: the cases `precision-accumulation` and `autocast-dtypes`.
 
-`precision-accumulation` adds up the same numbers in different types. The rows separate two errors. First, the value
-itself is rounded once: the float16 nearest to 0.01 is 0.0100021, so a thousand of them sum to 10.0021 however well they
-are added. Casting float16 to float32 before adding repairs nothing. Second, each sum is rounded: from 8 on, float16 has
-steps of 1/128, and adding 0.01 goes to the nearest step. That is why accumulators are float32.
+`precision-accumulation` adds up the same numbers in different types. The rows separate two errors: the value is rounded
+once (the float16 nearest to 0.01 is 0.0100021, and casting it to float32 repairs nothing), and each sum is rounded.
 
-`autocast-dtypes` reads the types that autocast gives to the parts of a small model while it computes. Weights and
-gradients stay float32; autocast casts the inputs of matrix products. It computes sensitive operations in float32: on a
-GPU, layer norm and the loss. A custom RMSNorm is a series of element-wise operations to autocast, which keep their
-input's type, so our RMSNorm casts by itself and returns the type of its input. CPU and GPU have different lists of
-operations; a row names its device.
+`autocast-dtypes` reads the types that autocast gives to the parts of a small model while it computes. CPU and GPU have
+different lists of operations that stay in float32; a row names its device.
 """
 
 import math
@@ -112,15 +107,9 @@ def read_dtypes(config: AutocastDtypesBench) -> tuple[dict[str, Any], dict[str, 
     x, targets = torch.randn(_BATCH, _IN, device=device), torch.zeros(_BATCH, dtype=torch.long, device=device)
     seen: dict[str, str] = {}
 
-    def read_parameters(module: nn.Module, inputs: Any) -> None:
-        seen["parameters"] = _names(*module.parameters())
-
-    def read_output(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda module, inputs, output: seen.update({name: _names(output)})
-
-    model.register_forward_pre_hook(read_parameters)
+    model.register_forward_pre_hook(lambda module, inputs: seen.update(parameters=_names(*module.parameters())))
     for name, module in (("fc1_output", model.fc1), ("norm_output", model.ln), ("logits", model)):
-        module.register_forward_hook(read_output(name))
+        module.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: _names(output)}))
     with autocast(device, config.precision):
         loss = nn.functional.cross_entropy(model(x), targets)
     loss.backward()
@@ -136,14 +125,12 @@ def _names(*tensors: Tensor) -> str:
 
 _ACCUMULATION = Case(
     name="precision-accumulation",
-    module=f"{__name__}:precision-accumulation",
     config=PrecisionAccumulationBench,
     variant=lambda config: config.accumulation,
     rows=each(accumulate),
 )
 _AUTOCAST = Case(
     name="autocast-dtypes",
-    module=f"{__name__}:autocast-dtypes",
     config=AutocastDtypesBench,
     variant=lambda config: f"{config.precision} {config.norm}",
     rows=each(read_dtypes),

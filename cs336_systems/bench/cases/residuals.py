@@ -124,7 +124,6 @@ def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
 
 CASE = Case(
     name="residuals",
-    module=__name__,
     config=ResidualsBench,
     variant=numerics,
     rows=each(measure),

@@ -89,6 +89,6 @@ def measure_on_rank(
         yield config.row(metrics)
 
 
-CASE = strategies_case(OptimizerShardingBench, __name__, measure_on_rank)
-FSDP_ACCOUNTING = strategies_case(FSDPBench, f"{__name__}:fsdp-accounting", measure_on_rank)
+CASE = strategies_case(OptimizerShardingBench, measure_on_rank)
+FSDP_ACCOUNTING = strategies_case(FSDPBench, measure_on_rank)
 PRESETS = {FSDP_ACCOUNTING.name: FSDP_ACCOUNTING}

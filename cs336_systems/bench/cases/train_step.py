@@ -1,10 +1,9 @@
 """The case `train-step`: one training step as the training loop does it, beside Hugging Face's Llama.
 
 Both have torch.compile, AdamW in one kernel, float32 weights that are updated, and random tokens. Ours is
-`Trainer.train_steps` with everything it does in a real run: batches from tokens in memory, the gradient norm, clipping,
-and reading loss and norm. With precision bf16 its optimizer has the float32 weights, and the model 16-bit matrices. fp8
-is bf16 with FP8 products in the blocks; its MFU is the share of bf16's peak. The peer is compiled as a whole, as its
-users do; it casts by autocast, and does without norm, clipping, wait and fp8.
+`Trainer.train_steps` with everything it does in a real run. fp8 is bf16 with FP8 products in the blocks; its MFU is the
+share of bf16's peak. The peer is compiled as a whole, as its users do; it casts by autocast, and does without norm,
+clipping, wait and fp8.
 """
 
 import time
@@ -15,17 +14,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ...config.checks import check_types, require, require_at_least
+from ...config.checks import check_types, require, require_at_least, without_groups
 from ...config.run import RunConfig
 from ...machine.garbage import gc_frozen
-from ...machine.hardware import device_peak_flops, use_device
+from ...machine.hardware import device_peak_flops, select_device, use_device
 from ...planner.accounting import training_flops
 from ...training.metrics import summarise
 from ..case import Case, swept
 from ..instruments.timing import wait_for
 from ..outcome import each
 from ..turns import build_trainer, check_host_memory
-from ..workload import Workload, random_run
+from ..workload import model_of, random_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +56,15 @@ class TrainStepBench:
         check_types(self, "")
         require_at_least(self, "", 0, "warmup")
         require_at_least(self, "", 2, "steps")
-        object.__setattr__(self, "device", self.workload().device)
-
-    def workload(self) -> Workload:
-        names = ("size", "context_length", "batch_size", "compile", "device")
-        return Workload(**{name: getattr(self, name) for name in names}, attention="auto")
+        with without_groups():
+            self.run_config()
+            object.__setattr__(self, "device", str(select_device(self.device)))
 
     def run_config(self) -> RunConfig:
         names = ("batch_size", "compile", "precision", "device")
         train = {name: getattr(self, name) for name in names}
-        return random_run(self.workload().model_config, cuda_graph=self.variant == "cs336_graph", **train)
+        model = model_of(self.size, context_length=self.context_length)
+        return random_run(model, cuda_graph=self.variant == "cs336_graph", **train)
 
 
 def check(config: TrainStepBench) -> None:
@@ -168,7 +166,6 @@ def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
 
 CASE = Case(
     name="train-step",
-    module=__name__,
     config=TrainStepBench,
     variant=lambda config: config.variant,
     check=check,

@@ -19,9 +19,9 @@ from ...planner.accounting import PLAIN_ATTENTION, attention_product_flops, soft
 from ..case import Case, swept
 from ..instruments.timing import Stopwatch, wait_for
 from ..instruments.trace import named_range, read_trace
-from ..outcome import each
+from ..outcome import Found, each
 from ..workload import Workbench, Workload
-from .kernel_totals import KERNELS_FILE, KernelTotal, add_up, busy_ms, kernel_metrics, write_kernels
+from .kernel_totals import add_up, busy_ms, kernel_metrics
 from .kernel_trace import SCORES, SOFTMAX, VALUES, cpu_kernels, gpu_kernels
 
 
@@ -41,7 +41,7 @@ class KernelProfile(Workload):
     tool: Literal["torch", "nsys"] = "torch"
     """torch (torch.profiler) or nsys (Nsight Systems)."""
     folder: str = swept(".", beside=".")
-    """Folder of the trace and of kernels.csv."""
+    """Folder of the trace."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,19 +58,12 @@ class KernelProfile(Workload):
             check_nsys(device)
 
 
-Profiled = tuple[dict[str, Any], dict[str, Any], list[KernelTotal]]
-"""The configuration that ran (`Workbench.read_back`), metrics, and the totals of the kernels."""
-
-
-def profile(config: KernelProfile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Profile with the configuration's tool and add to kernels.csv; return the configuration as it ran, and metrics."""
+def profile(config: KernelProfile) -> Found:
+    """Profile with the configuration's tool; return the configuration as it ran, and metrics."""
     from .nsys import profile_with_nsys
 
-    folder = Path(config.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    ran, metrics, totals = profile_with_torch(config) if config.tool == "torch" else profile_with_nsys(config)
-    write_kernels(folder / KERNELS_FILE, config.mode, totals)
-    return ran, metrics
+    Path(config.folder).mkdir(parents=True, exist_ok=True)
+    return profile_with_torch(config) if config.tool == "torch" else profile_with_nsys(config)
 
 
 def annotated_attention(
@@ -133,7 +126,7 @@ def attention_operations(workload: Workload) -> dict[str, int]:
     return {SCORES: product, SOFTMAX: softmax_flops(shape, batch, length), VALUES: product}
 
 
-def profile_with_torch(config: KernelProfile) -> Profiled:
+def profile_with_torch(config: KernelProfile) -> Found:
     """Profile with `torch.profiler`; the trace is `trace_MODE.json.gz` in the folder."""
     trace = Path(config.folder, f"trace_{config.mode}.json.gz")
     trace.unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
@@ -151,8 +144,7 @@ def profile_with_torch(config: KernelProfile) -> Profiled:
         "streams": len({kernel.stream for kernel in kernels}),
         "attention_operations": attention_operations(bench.config),
     }
-    ran = bench.read_back() | {"attention_ranges": annotated}
-    return ran, metrics | kernel_metrics(totals, config.mode), totals
+    return bench.read_back() | {"attention_ranges": annotated}, metrics | kernel_metrics(totals, config.mode)
 
 
 def _record(bench: Workbench, steps: int, trace: Path) -> float:
@@ -177,7 +169,6 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
 
 CASE = Case(
     name="profile-kernels",
-    module=__name__,
     config=KernelProfile,
     variant=attrgetter("mode"),
     rows=each(profile),

@@ -1,10 +1,8 @@
 """Kernel times in numbers: totals per kernel, shares per class, and the parts of attention."""
 
-import csv
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..instruments.trace import length, merge
@@ -42,7 +40,6 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ),
 )
 CLASSES = ("matmul", "attention", "softmax", "reduction", "elementwise", "copy", "communication", "optimizer", "other")
-KERNELS_FILE = "kernels.csv"
 TOP = 10
 SPANS: dict[str, dict[str, tuple[str, ...]]] = {
     "forward": {"inference": ("forward", OUTSIDE)},
@@ -136,17 +133,3 @@ def kernel_metrics(totals: Sequence[KernelTotal], mode: str) -> dict[str, Any]:
         "outside_ms": sum(total.ms for total in totals if total.phase == OUTSIDE),
         "attention": attention,
     }
-
-
-def write_kernels(path: Path, mode: str, totals: Sequence[KernelTotal]) -> None:
-    """Append a mode's kernels to a CSV file: one line per kernel, phase and range, the longest first."""
-    header = ("mode", "phase", "range", "class", "calls_per_step", "ms_per_step", "share_of_phase", "kernel")
-    phases = {phase: sum(t.ms for t in totals if t.phase == phase) for phase in {t.phase for t in totals}}
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if not file.tell():
-            writer.writerow(header)
-        for t in totals:
-            share = t.ms / phases[t.phase] if phases[t.phase] else 0.0
-            numbers = f"{t.calls:g}", f"{t.ms:.6f}", f"{share:.6f}"
-            writer.writerow((mode, t.phase, t.part or "", t.kind, *numbers, t.name))

@@ -108,7 +108,6 @@ def counted(config: dict[str, Any]) -> dict[str, int]:
 
 CASE = Case(
     name="profile-memory",
-    module=__name__,
     config=MemoryProfile,
     variant=attrgetter("mode"),
     rows=lambda case, configs: map(profile, configs),

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from .kernel_profile import KernelProfile, Profiled, attention_operations, wall_times, warm_bench
+from ..outcome import Found
+from .kernel_profile import KernelProfile, attention_operations, wall_times, warm_bench
 from .kernel_totals import KernelTotal, kernel_metrics
 from .kernel_trace import ATTENTION_RANGES, OUTSIDE
 
@@ -63,7 +64,7 @@ def stats_command(report: str, recorded: Path) -> list[str]:
     return ["nsys", "stats", f"--report={report}", "--format=csv", "--force-export=true", str(recorded)]
 
 
-def profile_with_nsys(config: KernelProfile) -> Profiled:
+def profile_with_nsys(config: KernelProfile) -> Found:
     """Profile under `nsys profile`; the recording is `nsys_MODE.nsys-rep` in the folder."""
     _output(nsys_command(config))
     recorded = Path(config.folder, f"nsys_{config.mode}.nsys-rep")
@@ -77,7 +78,7 @@ def profile_with_nsys(config: KernelProfile) -> Profiled:
         "streams": None,
         "attention_operations": attention_operations(config),
     }
-    return facts["ran"], metrics | kernel_metrics(totals, config.mode), totals
+    return facts["ran"], metrics | kernel_metrics(totals, config.mode)
 
 
 def _output(command: list[str]) -> str:

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .snapshot import printable
-
 SNAPSHOT_FILE, PHASES_FILE = "snapshot.pickle", "phases.json"
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer state", "gradients"
 ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
@@ -52,13 +50,8 @@ class Phases:
 
 
 def read_phases(path: Path) -> Phases:
-    """Read a file of `Phases.save`. Raises ValueError naming the file for anything else."""
-    try:
-        content = json.loads(path.read_bytes())
-        names, times = map(printable, content.pop("names")), content.pop("boundaries_us")
-        held = tuple(Held(**entry) for entry in content.pop("held"))
-        phases = Phases(names=tuple(names), boundaries_us=tuple(times), held=held, **content)
-    except Exception as error:  # damaged content can raise any
-        reason = printable(f"{type(error).__name__}: {error}")
-        raise ValueError(f"phases file {path} is damaged ({reason}); without it, categories are lifetimes") from error
-    return phases
+    """Read a file of `Phases.save`."""
+    content = json.loads(path.read_bytes())
+    names, times = content.pop("names"), content.pop("boundaries_us")
+    held = tuple(Held(**entry) for entry in content.pop("held"))
+    return Phases(names=tuple(names), boundaries_us=tuple(times), held=held, **content)

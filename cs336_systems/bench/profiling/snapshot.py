@@ -5,12 +5,12 @@ A snapshot has `segments`, the allocator's memory at the end, and for each devic
 
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-_STATES = ("active_allocated", "active_awaiting_free", "active_pending_free")
+_IN_USE = ("active_allocated", "active_awaiting_free", "active_pending_free")
 
 
 class Frame(NamedTuple):
@@ -50,11 +50,8 @@ class Snapshot:
     warnings: list[str] = field(default_factory=list)
 
 
-class _PlainUnpickler(pickle._Unpickler):
-    """Refuses every import. Without one a pickle has nothing to call, so nothing in the file is executed.
-
-    It builds on the implementation in Python, because the one in C allocates as much as an index in the file says.
-    """
+class _PlainUnpickler(pickle.Unpickler):
+    """Refuses every import. Without one a pickle has nothing to call, so nothing in the file is executed."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise ValueError(f"it asks for {module}.{name}, but may hold plain data only")
@@ -71,7 +68,7 @@ def read_snapshot(path: Path) -> Snapshot:
         with path.open("rb") as file:
             return _converted(_PlainUnpickler(file).load())
     except Exception as error:  # damaged content can raise any
-        reason = printable(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"snapshot {path} is not a memory snapshot, or is damaged ({reason})") from error
 
 
@@ -85,8 +82,13 @@ def _converted(content: dict[str, Any]) -> Snapshot:
     several = [f"{busy} devices have traces; this is device {device}, the busiest"] if busy > 1 else []
     stack = _stacks()
     events = [_event(entry, stack) for entry in traces[device]]
-    segments = [segment for segment in content["segments"] if segment.get("device", 0) == device]
-    return Snapshot(events, [block for segment in segments for block in _active_blocks(segment, stack)], several)
+    blocks = [
+        Block(block["address"], block["requested_size"], stack(block.get("frames", [])))
+        for segment in content["segments"]
+        for block in segment["blocks"]
+        if segment.get("device", 0) == device and block["state"] in _IN_USE
+    ]
+    return Snapshot(events, blocks, several)
 
 
 _Stacks = Callable[[list[dict[str, Any]]], tuple[Frame, ...]]
@@ -94,7 +96,7 @@ _Stacks = Callable[[list[dict[str, Any]]], tuple[Frame, ...]]
 
 def _stacks() -> _Stacks:
     """A function that converts stacks. Most are in many entries; each is converted once."""
-    frame = functools.cache(lambda file, line, name: Frame(printable(file), line, printable(name)))
+    frame = functools.cache(Frame)
     known: dict[int, tuple[Frame, ...]] = {}
 
     def stack(frames: list[dict[str, Any]]) -> tuple[Frame, ...]:
@@ -111,15 +113,3 @@ def _event(entry: dict[str, Any], stack: _Stacks) -> Event:
         return Event(action, 0, 0, time_us, ())
     frames = stack(entry.get("frames", [])) if action == "alloc" else ()
     return Event(action, entry["addr"], entry["size"], time_us, frames)
-
-
-def _active_blocks(segment: dict[str, Any], stack: _Stacks) -> Iterator[Block]:
-    """The blocks in use."""
-    for block in segment["blocks"]:
-        if block["state"] in _STATES:
-            yield Block(block["address"], block["requested_size"], stack(block.get("frames", [])))
-
-
-def printable(text: str) -> str:
-    """The text, with replacements for characters that a terminal, a table or a font may not show."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

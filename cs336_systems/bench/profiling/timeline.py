@@ -158,38 +158,45 @@ def timeline_figure(timeline: Timeline, title: str) -> Any:
     unit, size = ("GiB", 2**30) if total[peak] >= 2**30 else ("MiB", 2**20)
     figure = Figure(figsize=(12, 6), layout="constrained")
     axes = figure.subplots()
-    bottom = np.zeros(len(total))
-    for name, in_use in timeline.in_use.items():
-        top = bottom + np.array(in_use) / size
-        label = f"{name}: {size_text(in_use[peak])}"
-        axes.fill_between(time_ms, bottom, top, step="post", color=COLORS[name], linewidth=0, label=label)
-        bottom = top
-    axes.step(time_ms, bottom, where="post", color="#333333", linewidth=0.7)
+    areas = fill_memory(axes, timeline, size)
+    axes.step(time_ms, total / size, where="post", color="#333333", linewidth=0.7)
     axes.set_ylim(0, total[peak] / size * 1.16 or 1)
-    axes.set_xlim(time_ms[0], max(time_ms[-1], time_ms[0] + 1e-3))
-    _mark_phases(axes, timeline)
+    mark_phases(axes, timeline)
     _mark_peak(axes, time_ms, time_ms[peak], total[peak], size)
     axes.set_xlabel("time on the host (ms)")
     axes.set_ylabel(f"memory in use ({unit})")
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, title="at the peak")
+    labels = [f"{name}: {size_text(timeline.in_use[name][peak])}" for name in areas]
+    handles = [*areas.values()][::-1]
+    figure.legend(handles, labels[::-1], loc="outside right upper", frameon=False, title="at the peak")
     return figure
 
 
-def _mark_phases(axes: Any, timeline: Timeline) -> None:
+def fill_memory(axes: Any, timeline: Timeline, size: int) -> dict[str, Any]:
+    """Fill an area for each category, in units of `size` bytes, one above the other; return the areas."""
+    areas, bottom = {}, np.zeros(len(timeline.ms))
+    for name, in_use in timeline.in_use.items():
+        top = bottom + np.array(in_use) / size
+        areas[name] = axes.fill_between(timeline.ms, bottom, top, step="post", color=COLORS[name], linewidth=0)
+        bottom = top
+    axes.set_xlim(timeline.ms[0], max(timeline.ms[-1], timeline.ms[0] + 1e-3))
+    return areas
+
+
+def mark_phases(axes: Any, timeline: Timeline) -> None:
+    """Name the phases of a step, with a line where each begins."""
     span, last = timeline.ms[-1] - timeline.ms[0], timeline.ms[-1]
     for k, (name, (start, end)) in enumerate(timeline.phases.items()):
         if k % 2:
             axes.axvspan(start, end, color="#000000", alpha=0.04, linewidth=0, zorder=0)
-        axes.axvline(start, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.axvline(start, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
         is_narrow = end - start < 0.1 * span  # its name ends where the phase ends, and covers the lines that it crosses
         label = dict(ha="right", backgroundcolor="#ffffffcc") if is_narrow and k else dict(ha="left")
         at = end if is_narrow and k else start
-        axes.text(at, 0.985, f" {name} ", transform=axes.get_xaxis_transform(), va="top", color="#333333", **label)
+        axes.text(at, 0.985, f" {name} ", transform=axes.get_xaxis_transform(), va="top", color="black", **label)
         last = end
-    axes.axvline(last, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.axvline(last, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
 
 
 def _mark_peak(axes: Any, time_ms: np.ndarray, at: float, num_bytes: float, size: int) -> None:

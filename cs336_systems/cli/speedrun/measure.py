@@ -1,11 +1,9 @@
 """Time some steps of a run in a separate process, so that a crash or a lack of memory takes down nothing else."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from ...bench.case import Case, row_config
 from ...bench.outcome import failed, measured
@@ -33,22 +31,16 @@ class StepTimes(StepBench):
     def run_config(self) -> RunConfig:
         return RunConfig.from_dict(json.loads(self.run))
 
-
-def measure_on_rank(
-    configs: Sequence[StepTimes], device: torch.device, at_work: Callable[[StepTimes], None]
-) -> Iterator[Row]:
-    """Time each run together with the other ranks."""
-    for config, metrics in measure_in_turns(configs, device, at_work):
-        yield measured("speedrun", config.name, row_config(config), {}, metrics)
+    def row(self, metrics: dict[str, Any]) -> Row:
+        return measured("speedrun", self.name, row_config(self), {}, metrics)
 
 
 CASE = Case(
     name="speedrun",
-    module=__name__,
     config=StepTimes,
     variant=lambda config: config.name,
     rows=launched,
-    measure_on_rank=measure_on_rank,
+    measure_on_rank=measure_in_turns,
 )
 
 
@@ -67,7 +59,7 @@ def time_trial(trial: Trial, run: RunConfig, device: str) -> Row:
     config = StepTimes(name=f"{trial.size}, {trial.kernel}", run=json.dumps(run.to_dict()), device=device,
                        devices=run.parallel.devices, warmup=warmup, steps=steps)  # fmt: skip
     try:
-        with closing(Worker(CASE.module)) as worker:  # an interrupt ends it at once
+        with closing(Worker(CASE.place)) as worker:  # an interrupt ends it at once
             (row,) = worker.measure([config])
     except WorkerEndedError as error:
         return failed(CASE.name, config.name, row_config(config), error)
