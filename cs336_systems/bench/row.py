@@ -1,5 +1,6 @@
 """The row: one JSON object per measurement. Tables, plots and documents take their numbers from rows only."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -48,12 +49,11 @@ def exit_code(rows: Sequence[Row]) -> int:
 def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
     """Append a row to a JSON Lines file. If it cannot be written whole, nothing of it stays in the file.
 
-    instead_of: a row that it replaces if the file has it. Processes that append to the same file take turns.
+    instead_of: a row that it replaces if the file has it. Processes that write to the same file take turns.
     """
     line = _line(row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+", buffering=0) as file:  # closing must not repeat a failed write
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+    with _held(path) as file:
         file.seek(0)
         before = file.read()
         last = before.rpartition(b"\n")[2]
@@ -75,6 +75,17 @@ def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
 
 def _line(row: Row) -> bytes:
     return (json.dumps(asdict(row)) + "\n").encode()
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[Any]:
+    """Open a file to append, locked against other processes, and again if one of them has replaced it meanwhile."""
+    while True:
+        with path.open("ab+", buffering=0) as file:  # closing must not repeat a failed write
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return
 
 
 def _is_cut(line: bytes) -> bool:

@@ -13,7 +13,7 @@ from ..config.run import RunConfig
 from ..machine.console import check_single_process
 from ..machine.hardware import use_device
 from ..parallel import comm
-from ..parallel.ranks import launched
+from ..parallel.ranks import environment_rank, launched
 from .launch import check_launch, launch, use_device_of_rank
 from .prepare import prepare_on_every_rank
 from .result import RunResult
@@ -66,5 +66,5 @@ def train_one_rank(files: Sequence[str]) -> None:
     """Train the configuration in the first file as one of several processes. Rank 0 writes the result to the second."""
     config_file, result_file = map(Path, files)
     result = train(RunConfig.from_dict(json.loads(config_file.read_text())))
-    if comm.rank() == 0:
+    if environment_rank() == 0:  # the process group is gone
         result_file.write_text(json.dumps(dataclasses.asdict(result)))

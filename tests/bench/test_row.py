@@ -5,6 +5,7 @@ import logging
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,23 @@ def test_a_row_begins_on_a_new_line(tmp_path: Path) -> None:
     path.write_text(json.dumps(asdict(ROW)))
     append_row(path, ROW)
     assert read_rows(path) == [ROW, ROW]
+
+
+def test_no_row_is_lost_if_another_process_replaces_the_file_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    path, more = tmp_path / "rows.jsonl", replace(ROW, metrics={"x": 1.0})
+    append_row(path, ROW)
+
+    def flock(*_: Any) -> None:
+        """Return the lock late: the process that held it has replaced the file."""
+        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+        append_row(path, more, instead_of=ROW)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    append_row(path, ROW)
+    assert read_rows(path) == [more, ROW]
 
 
 @pytest.mark.parametrize("left", ["{", '{"ca', '{"case": "m', json.dumps(asdict(ROW))[:50]])
