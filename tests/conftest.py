@@ -6,6 +6,7 @@ Without a GPU, Triton's kernels run in its interpreter, which has to be said bef
 import collections
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import signal
@@ -40,6 +41,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     _hear_signals()
     if session.config.getoption("tx", None):  # xdist's first process, which runs no tests
         return
+    gc.disable()  # until the tests are collected: nearly all that is imported and collected stays
     if os.environ.get("TRITON_INTERPRET") == "1":
         _spare_the_interpreter()
     from tests import forked
@@ -57,8 +59,9 @@ def _hear_signals() -> None:
 def _spare_the_interpreter() -> None:
     """Triton prepares all of triton.language for each call of a function in a kernel it interprets: once will do.
 
-    So with its table of types, which it makes for each conversion. And it looks for overflows of integers, with ten
-    operations for one, but does not report them.
+    So with its table of types, which it makes for each conversion, and with the types of blocks and the shapes of their
+    tensors, which it makes for each operation. And it looks for overflows of integers, with ten operations for one, but
+    does not report them.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -79,6 +82,31 @@ def _spare_the_interpreter() -> None:
         interpreter._get_np_dtype = lambda kind: (
             look_up(kind) if isinstance(kind.scalar, tl.pointer_type) else of_numbers(kind.scalar)
         )
+    _make_types_once(tl.core.block_type, tl.core.tensor)
+
+
+def _make_types_once(block_type: Any, tensor: Any) -> None:
+    """Share the instances of block_type that are equal, and what tensors take from their type."""
+    type_in_full, tensor_in_full, made = block_type.__init__, tensor.__init__, {}
+
+    def new(cls: type, element_ty: Any = None, shape: Any = (), *_: Any, **__: Any) -> Any:
+        if cls is not block_type or element_ty.is_ptr():  # pointers cannot be keys
+            return object.__new__(cls)
+        key = element_ty, *(getattr(size, "value", size) for size in shape)
+        return made.get(key) or made.setdefault(key, object.__new__(cls))
+
+    def make_type(self: Any, *given: Any, **named: Any) -> None:
+        if not self.__dict__:
+            type_in_full(self, *given, **named)
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        if shared := type.__dict__.get("of_tensors"):
+            self.__dict__.update(shared, handle=handle)
+        else:
+            tensor_in_full(self, handle, type)
+            type.of_tensors = {name: value for name, value in self.__dict__.items() if name != "handle"}
+
+    block_type.__new__, block_type.__init__, tensor.__init__ = new, make_type, make_tensor
 
 
 @functools.cache
@@ -124,6 +152,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     garbage.freeze_for_good()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,5 +1,6 @@
 """FP8 linear layers: what is rounded and how, against float64; and training with them."""
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from cs336_basics.model import Linear
 from cs336_systems.kernels.fp8_linear import BACKWARD, FORWARD, Fp8Linear, quantized, use_fp8
 
 from ..training.helpers import make_config, tiny_trainer
+from ..training.test_blocks import INDUCTOR_WITHOUT_ITS_CODE
 
 D_IN, D_OUT, TOKENS = 64, 48, (2, 20)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -132,7 +134,9 @@ def losses_of(steps: int = 6, device: str = "cpu", **groups: Any) -> list[float]
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("settings", [{}, {"compile": True}, {"gradient_accumulation_steps": 2}])
-def test_losses_are_near_those_of_bf16(settings: dict[str, Any]) -> None:
+def test_losses_are_near_those_of_bf16(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products above have Inductor's own code, which takes half a minute to make for a model."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
     config = make_config(Path("unused"), train=dict(precision="bf16", **settings))
     with tiny_trainer(config) as trainer:
         wide = [row["loss"] for row in trainer.train_steps(6)]

@@ -420,25 +420,25 @@ def trained(
     return found
 
 
-RANKS = [
-    dict(strategy="overlap"),
-    dict(strategy="bucketed", shard_optimizer=True),
-    dict(strategy="fsdp"),
-    dict(strategy="fsdp", reshard_after_forward=False),
-    dict(strategy="fsdp_simple"),
-    dict(strategy="torch_ddp"),
+EACH = ["none", "groups_2", "block", "first_1_but_attention"]
+RANKS: list[tuple[dict[str, Any], list[str]]] = [
+    (dict(strategy="overlap"), ["none"]),
+    (dict(strategy="bucketed", shard_optimizer=True), ["groups_2"]),
+    (dict(strategy="fsdp"), EACH),
+    (dict(strategy="fsdp", reshard_after_forward=False), ["none"]),
+    (dict(strategy="fsdp_simple"), ["groups_2"]),
+    (dict(strategy="torch_ddp"), ["none"]),
 ]
+"""Strategies, with the policies of checkpointing. FSDP gathers weights again to recompute: it has every policy."""
 
 
 def test_several_ranks_learn_the_same_to_the_bit() -> None:
-    """With all strategies in one process group. FSDP gathers weights again to recompute: it has every policy."""
+    """With all strategies in one process group."""
     train = dict(batch_size=8, gradient_accumulation_steps=2, precision="bf16")
-    policies = {str(parallel): ["none", "groups_2"] for parallel in RANKS}
-    policies[str(dict(strategy="fsdp"))] += ["block", "first_1_but_attention"]
     groups = [
         dict(parallel=parallel, model=dict(num_layers=3), train=train | how | dict(activation_checkpointing=policy))
-        for parallel in RANKS
-        for policy in policies[str(parallel)]
+        for parallel, policies in RANKS
+        for policy in policies
         for how in (dict(), dict(activation_offload="first_2"))
     ]
     for results in run_ranks(trained, 2, groups):
