@@ -202,6 +202,22 @@ def test_a_storage_is_copied_once_and_weights_and_small_tensors_never(monkeypatc
     assert [len(buffers) for buffers in copier._free.values()] == [1]
 
 
+def test_a_models_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: set[int] = set()
+
+    class Seen(Block):
+        def pack(self, tensor: Tensor) -> Tensor | View:
+            if isinstance(packed := super().pack(tensor), View):
+                copied.add(tensor.untyped_storage().data_ptr())
+            return packed
+
+    monkeypatch.setattr(offload, "Block", Seen)
+    model = model_of("none", 2)
+    gradients(model, steps=1)
+    assert copied
+    assert copied.isdisjoint(p.untyped_storage().data_ptr() for p in model.parameters())
+
+
 def test_memory_that_is_dropped_on_its_way_back_is_not_free_before_the_copy() -> None:
     copier = LateCopier(torch.device("cpu"))
     block = Block(copier, set())
