@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..parallel import comm
-from ..training.launch import run_processes, use_device_of_rank
+from ..training.launch import CALL, run_processes, use_device_of_rank
 from .case import Case, is_of, is_of_fewer_rounds, load_case, row_config
 from .outcome import current_gpu_state, failed, with_gpu_states
 from .row import Row, append_row, read_rows
@@ -59,7 +59,8 @@ def _launch(place: str, devices: int, folder: Path) -> Iterator[Row]:
     rows.touch()
     seen = 0
     with ThreadPoolExecutor(1) as pool:
-        launch = pool.submit(run_processes, [f"{__name__}:measure_one_rank", place, str(folder)], devices, folder)
+        program = [*CALL, f"{__name__}:measure_one_rank", place, str(folder)]
+        launch = pool.submit(run_processes, program, devices, folder)
         while True:
             is_over = launch.done()  # asked before reading, so that the last row is read
             new = read_rows(rows)[seen:]

@@ -40,12 +40,12 @@ def evaluate(arguments: Sequence[str]) -> int:
         raise ValueError("text and tasks: one of them must be given")
     if options.out is not None and not Path(options.out).resolve().parent.is_dir():
         raise ValueError(f"out is {options.out}: its folder does not exist")
-    from ..training.launch import check_devices, device_of_rank, launch_program
+    from ..training.launch import call_in_processes, check_devices, device_of_rank
     from ..training.load import load_model
 
     if options.devices > 1 and launched_rank() is None:
         check_devices(options.device, options.devices, "devices")
-        launch_program([f"{__name__}:evaluate", *arguments], options.devices)
+        call_in_processes([f"{__name__}:evaluate", *arguments], options.devices)
         return 0
     with device_of_rank(options.device) as device:
         loaded = load_model(options.run)

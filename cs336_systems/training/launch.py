@@ -37,7 +37,8 @@ _ERRORS: dict[str, type[Exception]] = {
     for error in (ValueError, FileNotFoundError, NonFiniteError, CheckpointError, failure.CollectiveError)
 }
 _SAVING_S = 600  # time to write a checkpoint after a signal
-_PROGRAM = ["-m", f"{__package__}.one_rank"]
+CALL = ["-m", f"{__package__}.one_rank"]
+"""Arguments of Python with which a process calls a function, module:name, with a list of the texts after it."""
 
 
 def launch(config: RunConfig) -> RunResult:
@@ -53,7 +54,7 @@ def launch(config: RunConfig) -> RunResult:
         config_file.write_text(json.dumps(config.to_dict()))
         try:
             function = f"{__package__}.pipeline:train_one_rank"
-            run_processes([function, str(config_file), str(result_file)], config.parallel.devices, Path(folder))
+            run_processes([*CALL, function, str(config_file), str(result_file)], config.parallel.devices, Path(folder))
         except SignalException as error:
             by_interrupt = isinstance(error, _Interrupt)
             if not result_file.is_file():
@@ -76,10 +77,10 @@ def _interrupt(*_: Any) -> None:
 
 
 def run_processes(program: list[str], count: int, folder: Path) -> None:
-    """Call a function in `count` processes on this machine, as torchrun would start them, and wait for them.
+    """Run `python PROGRAM... PARENT` in `count` processes on this machine, as torchrun would, and wait for them.
 
-    program: the function as module:name, then the texts that it gets as a list. The processes report failures in
-    `folder`. Raises the error of the first one that failed, or SignalException if a signal came, after all have ended.
+    PARENT is this process's ID, see `child_process`. The processes report failures in `folder`. Raises the error of
+    the first process that failed, or SignalException if a signal came, after all have ended.
     """
     for name in ("", ".elastic.agent.server.api"):  # the latter has a level of its own and logs each signal
         logging.getLogger(f"torch.distributed{name}").setLevel(logging.CRITICAL)
@@ -110,7 +111,7 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, _interrupt) if in_main_thread else None
     try:
-        elastic_launch(launcher, sys.executable)(*_PROGRAM, *program, str(os.getpid()))
+        elastic_launch(launcher, sys.executable)(*program, str(os.getpid()))
     except ChildFailedError as error:
         raise _failure(error.failures, folder) from None
     finally:
@@ -158,11 +159,11 @@ def device_of_rank(device: str) -> Iterator[torch.device]:
         yield own
 
 
-def launch_program(program: list[str], count: int) -> None:
-    """`run_processes`, but a signal raises KeyboardInterrupt or its subclass Ended."""
+def call_in_processes(function: list[str], count: int) -> None:
+    """`run_processes` of a function, with its texts; a signal raises KeyboardInterrupt or its subclass Ended."""
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
         try:
-            run_processes(program, count, Path(folder))
+            run_processes([*CALL, *function], count, Path(folder))
         except SignalException as error:
             raise (KeyboardInterrupt if isinstance(error, _Interrupt) else Ended(error.sigval)) from None
 

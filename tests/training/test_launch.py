@@ -75,7 +75,7 @@ BY_TORCHRUN = FAULTY + "from cs336_systems.cli.main import main; main()"
 COMMAND = """
 import sys
 from cs336_systems.training import launch
-launch._PROGRAM = ["-c", open({program!r}).read(), {fault!r}]
+launch.CALL = ["-c", open({program!r}).read(), {fault!r}]
 from cs336_systems.cli.main import main; main()
 """
 
