@@ -14,7 +14,7 @@ help: ## list the targets
 demo: $(VENV)/.installed ## train a small language model on generated stories and sample from it (under 2 minutes on 2 cores)
 	$(BIN)/cs336 train --config configs/demo.json
 
-test: $(VENV)/.installed-dev ## run the CPU test suite (about eleven minutes on 2 cores)
+test: $(VENV)/.installed-dev ## run the CPU test suite (4 to 11 minutes on 2 cores)
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need one CUDA GPU
