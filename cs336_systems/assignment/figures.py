@@ -93,7 +93,7 @@ class Figures:
         return [_shown(source) for source in self._find(case, where, command)]
 
     def every(self, case: str, command: str = "", **where: Any) -> list[Fields]:
-        """As `rows`, but raises NoRows unless there is a row for each combination of the values that `where` lists."""
+        """As `rows`, of a machine with a row for each combination of the values in `where`. NoRows if none has."""
         count = math.prod(len(value) for value in where.values() if isinstance(value, list))
         return [_shown(source) for source in self._find(case, where, command, count)]
 
@@ -135,12 +135,14 @@ class Figures:
         return text
 
     def _find(self, case: str, where: Mapping[str, Any], command: str, count: int = 1) -> list[Source]:
-        newest: dict[tuple[str, ...], Source] = {}
+        """The newest row of each setting on the card; if those are fewer than `count`, on the machine with the most."""
+        newest: dict[str, dict[tuple[str, ...], Source]] = {}
         for source in self._matching(case, where):
             setting = (source.row.variant, *(str(source.row.config.get(name)) for name in _KEYS[case]))
-            newest[setting] = source
-        own = [source for source in newest.values() if self._is_own(source)]
-        found = sorted(own or newest.values(), key=lambda source: _place(source.row, where))
+            newest.setdefault(machine(source.row), {})[setting] = source
+        on_card = newest.get(self.card, {})
+        most = on_card if len(on_card) >= count else max(newest.values(), key=len, default={})
+        found = sorted(most.values(), key=lambda source: _place(source.row, where))
         if len(found) < count:
             raise NoRows(command or _command(case, where))
         self.used += found
