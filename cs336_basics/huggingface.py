@@ -41,6 +41,10 @@ _OPTIONS = {
     "rope_theta": "rope_theta",
     "rope_scaling": f"[{', '.join(_SCALING)}]",
 }
+_NUMBERS: dict[str, Any] = {
+    **dict.fromkeys((*_SIZES.values(), "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers"), int),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", *_SCALING), int | float),
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -236,7 +240,11 @@ def _weight_files(folder: Path) -> list[Path]:
         if not whole.is_file():
             raise FileNotFoundError(f"{folder} has no {whole.name} and no {index.name}")
         return [whole]
-    return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        accepted = "it must be a JSON object whose weight_map names the file of each weight"
+        raise ValueError(f"{index} cannot be read: {accepted}") from error
 
 
 def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
@@ -263,7 +271,15 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
         rope |= config.get(name) or {}
         if "type" in rope:
             rope["rope_type"] = rope.pop("type")
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(f"{path}: rope_parameters has {nested[0]}: parameters for kinds of layers cannot be imported")
     rope_type = rope.get("rope_type") or "default"
+    needed = (*_SIZES.values(), *(_SCALING if rope_type == "llama3" else ()))
+    for name, kind in _NUMBERS.items():
+        value = (config | rope).get(name)
+        if not isinstance(value, kind) and (value is not None or name in needed):
+            accepted = "an integer" if kind is int else "a number"
+            raise ValueError(f"{path}: {name} is {value!r}: it must be {accepted}")
     for name, (accepted, found) in _fixed_settings(config, rope).items():
         if found != accepted:
             raise ValueError(f"{path}: {name} is {found!r}, and only {accepted!r} can be imported")

@@ -81,6 +81,7 @@ def make_report(arguments: Sequence[str]) -> str:
     if options.plot is not None:
         is_png = Path(options.plot).suffix.lower() in ("", ".png")  # another name could be of another file
         require(is_png, "plot", options.plot, "a PNG file (.png)")
+        folder_to_write(str(Path(options.plot).parent), "the folder of plot")
         plot(paths, Path(options.plot))
     return text
 

@@ -61,7 +61,7 @@ class OptimizerConfig:
     """The optimizer, and the learning rate of each step."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of the blocks (Jordan et al. 2024), AdamW for all other parameters. It takes the
+    """adamw, or muon: Muon for the matrices of the blocks, AdamW for the rest. Muon (Jordan et al. 2024) takes the
     implementation fused, so a CUDA graph holds its update too."""
     implementation: Literal["own", "torch", "torch_foreach", "torch_fused", "fused"] = "own"
     """Of AdamW. own: the readable one in cs336_basics. torch, torch_foreach, torch_fused: variants of

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..machine.console import count_in_environment
+
 
 def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
     """Arguments of `init_process_group` with a store for this start, or {} if no agent has started this process.
 
-    Raises RuntimeError if not all ranks come within timeout_s.
+    Raises RuntimeError if not all ranks come within timeout_s, ValueError if MASTER_PORT is no number.
     """
+    count_in_environment("MASTER_PORT", 0)  # PyTorch's message would not name it
     if (store := agents_store(timeout_s)) is None:
         return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

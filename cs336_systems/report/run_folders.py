@@ -38,6 +38,8 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
 
 def _line(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
     device = get(result, "env.gpu") or f"{get(result, 'env.cpu_threads')} CPU threads"
+    processes = get(config, "parallel.devices", 1)  # torchrun's are not recorded
+    device = f"{processes} x {device}" if processes > 1 else device
     return (
         name,
         f"{num_parameters(ModelConfig(**config['model']).shape) / 1e6:.1f} M",

@@ -30,7 +30,8 @@ _KEYS = (*SETTING, "variant")
 def read_streams(path: Path) -> Streams:
     """The intervals that `record_step` wrote. Raises ValueError or FileNotFoundError naming the file."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: a file that cs336 bench ddp --traces has written is needed")
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{path} {found}: a file that cs336 bench ddp --traces has written is needed")
     try:
         content = json.loads(path.read_text())
         return {kind: [(float(a), float(b)) for a, b in content[kind]] for kind in COLORS}

@@ -358,6 +358,12 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
         ("attention_bias", True, "attention_bias is True"),
         ("mlp_bias", True, "mlp_bias is True"),
         ("quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}, and only None can be imported"),
+        ("hidden_size", "64", "hidden_size is '64': it must be an integer$"),
+        ("num_attention_heads", None, "num_attention_heads is None: it must be an integer$"),
+        ("vocab_size", 300.5, "vocab_size is 300.5: it must be an integer$"),
+        ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a number$"),
+        ("rope_parameters", {"rope_type": "llama3"}, "factor is None: it must be a number$"),
+        ("rope_parameters", {"full_attention": {}}, "rope_parameters has full_attention: parameters for kinds"),
         ("rms_norm_eps", 1, "rms_norm_eps is 1.0: it must be from 0 to below 1$"),
         ("rms_norm_eps", math.nan, "rms_norm_eps is nan: it must be from 0 to below 1$"),
         ("vocab_size", 1 << 25, r"vocab_size is 33554432: it must be from 1 to 2\^24"),
@@ -429,3 +435,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors and no model\.safetensors\.index\.json$"):
         import_hf(tmp_path)
+    for content in ("version https://git-lfs", "{}", '{"weight_map": "x"}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json cannot be read: it must be a JSON"):
+            import_hf(tmp_path)

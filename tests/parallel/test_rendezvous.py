@@ -86,3 +86,9 @@ def test_an_environment_without_a_rendezvous_is_refused(name: str, monkeypatch: 
     monkeypatch.delenv(name)
     with pytest.raises(ValueError, match=f"environment variable {name} expected, but not set"):
         comm.process_group(torch.device("cpu")).__enter__()
+
+
+def test_a_port_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "http")
+    with pytest.raises(ValueError, match=r"^MASTER_PORT is 'http' in the environment: it must be a whole number"):
+        comm.process_group(torch.device("cpu")).__enter__()

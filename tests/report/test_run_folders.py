@@ -1,5 +1,6 @@
 """Tables and loss curves of run folders, and the errors for damaged ones."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,15 @@ def test_an_unfinished_run_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "begun/config.json").write_text("{}")
     assert len(runs_table([tmp_path / "begun", DEMO]).splitlines()) == 3
     assert runs_table([tmp_path / "begun"]) == "none of these runs is finished"
+
+
+def test_the_number_of_processes_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text((DEMO / "result.json").read_text())
+    config = json.loads((DEMO / "config.json").read_text())
+    for processes, shown in ((1, "| "), (2, "| 2 x ")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"parallel": {"devices": processes}}))
+        threads = json.loads((DEMO / "result.json").read_text())["env"]["cpu_threads"]
+        assert f"{shown}{threads} CPU threads, fp32 |" in runs_table([tmp_path])
 
 
 def test_runs_without_metrics_are_not_drawn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -57,6 +57,7 @@ def test_the_short_help_of_train_has_one_or_two_lines_for_each_option(cs336: Run
     check_help(told, lines=75)
     entries = re.findall(r"^  (--[\w.]+)  +\S.*((?:\n {30}\S.*)*)$", told, re.M)
     assert max(more.count("\n") for _, more in entries) == 1
+    assert told.count("(") == told.count(")")  # no text is cut within a sentence
     shown = [option for option, _ in entries]
     assert 20 <= len(shown) <= 30
     assert set(shown) == set(USUAL)  # so that every option that is named exists
@@ -217,6 +218,8 @@ def test_a_command_works_without_stdout(folder: Path) -> None:
 def test_a_picture_of_another_kind_is_refused(cs336: Run, folder: Path) -> None:
     line = the_line(cs336("report", "runs", str(Path(__file__).parents[2] / "results/cpu/demo"), "--plot", "a.pdf"))
     assert line == "plot is 'a.pdf': it must be a PNG file (.png)"
+    line = the_line(cs336("report", "runs", str(Path(__file__).parents[2] / "results/cpu/demo"), "--plot", "/proc/x/a"))
+    assert line.startswith("the folder of plot is '/proc/x': it must be a folder that can be written")
     assert not list(folder.iterdir())
 
 
