@@ -310,8 +310,9 @@ def test_sharded_weights_meet_compiled_blocks_that_keep_attentions_outputs(strat
     results = run_ranks(train_counted, 2, strategy, ["block_but_attention"], how, timeout_s=250)
     for ((state, same_losses, count),) in results:
         assert same_losses == pytest.approx(losses, rel=1e-4)
-        for name, tensor in weights.items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=1e-5)
+        for name, tensor in weights.items():  # as a whole: AdamW's first steps make 1e-4 of a gradient's rounding noise
+            off = torch.linalg.vector_norm(state[name] - tensor) / torch.linalg.vector_norm(tensor)
+            assert off < 1e-3, name
         assert count == 2 * 2 * LAYERS
 
 
