@@ -1,17 +1,28 @@
-"""The pictures of the write-up, as SVG: the same type, colours and sizes in all of them."""
+"""The pictures of the write-up, as SVG: the same type, colours and sizes in all of them.
 
+A shape whose id begins with `TOLD` gets the rest of it as its title, which a browser shows under the pointer. Marks may
+overlap or be thin, so the shape is an unseen one above all marks of a column, bar or panel, and tells each of them.
+"""
+
+import io
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
 from ..bench.profiling.timeline import Timeline, fill_memory, mark_phases
+from ..machine.files import write_whole
 from ..report.kernel_profiles import CLASS_COLORS
 from ..report.plots import KERNEL_COLORS, stack_bars
 from ..report.step_streams import streams_figure, streams_file
+from .figures import number
 
 FOLDER = "pictures"
+TOLD = "title: "
+_UNSEEN: dict[str, Any] = {"alpha": 0, "zorder": 9}
 _WIDTH, _LEAST_HEIGHT = 6.6, 2.6  # inches; a picture has at least 6 cm on paper
 _COLORS = ("#1f4ea8", "#d62728", "#2ca02c", "#ff9f1c", "#9467bd", "#17a6c4", "#8c564b", "#6b6b6b")
 _STYLE: dict[Any, Any] = {
@@ -55,8 +66,8 @@ class Pictures:
         for (name, points), color in zip(lines.items(), cycle(_COLORS), strict=False):
             xs, ys = zip(*sorted(points), strict=True)
             axes.plot(xs, ys, marker="o", ms=4, lw=1.5, color=KERNEL_COLORS.get(name, color), label=name)
+        ticks = sorted({point[0] for points in lines.values() for point in points})
         if "x" in log:
-            ticks = sorted({point[0] for points in lines.values() for point in points})
             every = 1 + len(ticks) // 9  # names of neighbouring ticks must not touch
             axes.set_xscale("log", base=2)
             axes.set_xticks(ticks, [f"{tick:,}" if i % every == 0 else "" for i, tick in enumerate(ticks)])
@@ -67,6 +78,12 @@ class Pictures:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
+        start, end = axes.get_xlim()
+        middles = [math.sqrt(a * b) if "x" in log else (a + b) / 2 for a, b in pairwise(ticks)]
+        for tick, (low, high) in zip(ticks, pairwise([start, *middles, end]), strict=True):
+            told = [(name, value) for name, points in lines.items() for at, value in points if at == tick]
+            axes.axvspan(low, high, gid=_told(f"{xlabel}: {tick:,}\n{ylabel}:", told), **_UNSEEN)
+        axes.set_xlim(start, end)
         if len(lines) > 1:
             figure.legend(loc="outside right center")
         return self._save(figure, caption)
@@ -86,6 +103,10 @@ class Pictures:
         values = [{part: value / scale for part, value in parts.items()} for _, parts in bars]
         parts = dict.fromkeys(part for bar in values for part in bar)
         stack_bars(axes, values, colors or dict(zip(parts, cycle(_COLORS), strict=False)), height=0.7)
+        shown = [part for part in parts if any(bar.get(part, 0) > 0 for bar in values)]
+        for place, ((name, _), bar) in enumerate(zip(bars, values, strict=True)):
+            told = [(part.replace("_", " "), max(0.0, bar.get(part, 0))) for part in shown]
+            axes.axhspan(place - 0.35, place + 0.35, gid=_told(f"{name}\n{xlabel}:", told), **_UNSEEN)
         axes.margins(x=0)
         axes.set_yticks(range(len(bars)), [name for name, _ in bars])
         axes.grid(axis="y", visible=False)
@@ -112,6 +133,8 @@ class Pictures:
             areas |= fill_memory(axes, timeline, 2**30)
             axes.set_ylim(0, 1.15 * timeline.total.max() / 2**30)
             mark_phases(axes, timeline)
+            most = [(name, max(in_use) / 2**30) for name, in_use in timeline.in_use.items()]
+            axes.axhspan(0, timeline.total.max() / 2**30, gid=_told(f"{title}\nat most (GiB):", most), **_UNSEEN)
             axes.set_title(title, loc="left", fontsize=9)
             axes.set_ylabel("in use (GiB)")
         axes.set_xlabel("time on the host (ms)")
@@ -121,9 +144,16 @@ class Pictures:
     def _save(self, figure: Any, caption: str) -> str:
         self.count[self.problem] = self.count.get(self.problem, 0) + 1
         name = f"{FOLDER}/{self.problem}-{self.count[self.problem]}.svg"
-        (self.out / name).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(self.out / name, metadata={"Date": None})
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        text = re.sub(f'<g id="{TOLD}(.*?)">', r"<g><title>\1</title>", file.getvalue(), flags=re.S)
+        write_whole(self.out / name, text)
         return f"![{caption}]({name})"
+
+
+def _told(head: str, values: Sequence[tuple[str, float]]) -> str:
+    """The id of a shape that tells a head, and then each value, by its name if there are several."""
+    return "\n".join((TOLD + head, *(f"{name}: {number(value)}" if name else number(value) for name, value in values)))
 
 
 def _figure(height: float = 0) -> Any:

@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from cs336_systems.assignment import build, typeset
 from cs336_systems.assignment.build import HTML, MARKDOWN, PDF, SECTIONS, WriteUp
 from cs336_systems.assignment.html import html_page
+from cs336_systems.assignment.pictures import Pictures
 from cs336_systems.assignment.typeset import NO_TYPST, to_typst, write_pdf
 
 from .conftest import BYLINE, Made
@@ -162,6 +164,10 @@ def test_the_page_of_the_committed_rows_is_whole(made: Made) -> None:
     pictures = [attrs for tag, attrs in page.found if tag == "svg"]
     assert len(pictures) == made.document.body().count("](pictures/") >= 6
     assert all(str(each["aria-label"]).startswith("Figure ") for each in pictures)
+    told = re.findall(r"</title>\s*<(\w+) ", "".join(re.findall(r"<svg.*?</svg>", text, flags=re.S)))
+    assert {*told} == {"path"}
+    assert len(told) > 2 * len(pictures)
+    assert "svg title ~ path { pointer-events: all; }" in text  # shapes without fill get no pointer otherwise
     ids = page.values("id")
     assert len(set(ids)) == len(ids)
     assert {each[1:] for each in page.values("xlink:href")} <= {*ids}
@@ -185,6 +191,29 @@ def test_a_picture_of_the_page_has_ids_of_its_own_and_the_colours_of_the_page(fo
     assert page.values("style") == ["fill: none; stroke: currentColor"] * 2
     assert "lost" not in text
     assert "fill: red" not in text
+
+
+def test_every_mark_is_told_with_its_value_even_where_marks_overlap(tmp_path: Path) -> None:
+    rows = [
+        {"kind": kind, "n": n, "ms": ms}
+        for kind, n, ms in (("a & b", 4096, 1.2345), ("c", 4096, 1.2345), ("c", 8192, 2000))
+    ]
+    pictures = Pictures(tmp_path)
+    pictures.problem = "p"
+    pictures.lines(rows, itemgetter("n"), itemgetter("ms"), "", by="kind", xlabel="tokens", ylabel="ms", log="x")
+    pictures.stacks([("whole", {"one_part": 3 * 2**30, "thin": 2**20})], "", "GiB", 2**30)
+    files = [file.read_text() for file in sorted(tmp_path.rglob("*.svg"))]
+    told = [[each.split("\n") for each in re.findall(r"<g><title>(.*?)</title>", text, flags=re.S)] for text in files]
+    assert told == [
+        [["tokens: 4,096", "ms:", "a &amp; b: 1.23", "c: 1.23"], ["tokens: 8,192", "ms:", "c: 2,000"]],
+        [["whole", "GiB:", "one part: 3", "thin: 0.000977"]],
+    ]
+    # The pointer finds a column wherever it is: their edges meet, halfway between the points on the picture.
+    columns = [
+        re.findall(r"[ML] (\S+) ", path) for path in re.findall(r'</title>\s*<path d="(.*?)"', files[0], flags=re.S)
+    ]
+    edges = [(min(map(float, column)), max(map(float, column))) for column in columns]
+    assert edges[0][1] == edges[1][0]
 
 
 def test_contents_link_to_headings_with_special_characters(folder: Path) -> None:
