@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,15 @@ def test_same_bits_twice(d: int) -> None:
 
 @pytest.mark.gpu
 @on_hopper
+def test_can_be_the_first_use_of_the_gpu_in_a_thread() -> None:
+    q, k, v, _ = (x.detach() for x in Case(1000, 1000, 64, (2, 3)).inputs(torch.bfloat16, DEVICE))
+    expected = flash_cuda(q, k, v, True)
+    with ThreadPoolExecutor() as threads:
+        assert torch.equal(threads.submit(flash_cuda, q, k, v, True).result(), expected)
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_they_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = (x.detach() for x in Case(1000, 1000, 64, (2, 3)).inputs(torch.bfloat16, DEVICE))
     expected = flash_cuda(q, k, v, True)
@@ -84,14 +94,14 @@ def test_same_gradients_twice_where_asked(d: int) -> None:
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_a_sanitizer_finds_nothing(tool: str) -> None:
-    """racecheck does not know TMA and the products of warpgroups; the emulator does."""
+    """racecheck sees bulk copies, but not copies of tiles and operands of products; the emulator does."""
     count = run_flash_cuda.run()  # also compiles the kernels
     done = under_sanitizer(tool)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert f"{count} cases ran" in done.stdout
-    assert "ERROR SUMMARY: 0 errors" in done.stdout
+    assert re.search(r"SUMMARY: 0 (errors|hazards)", done.stdout)
 
 
 def compiled(source: str, tmp_path: Path, dtype: torch.dtype, head_size: int) -> tuple[str, str]:

@@ -91,7 +91,8 @@ __device__ inline void compute(const Parameters& x, int group) {
     const float scale_log2 = x.scale * LOG2_E;
     const int row = group * B::ROWS + 16 * warp + lane / 4;  // in the tile: this thread's keys are row and row + 8
     const auto release = [&](Barrier empty) {
-        if (lane == 0) empty.arrive();  // for the whole warp
+        __syncwarp();  // all lanes have read what the first one gives back for them
+        if (lane == 0) empty.arrive();
     };
     // Each step reads the dS that the step before has written. Step 0 reads zeros, and its dQ' is not used.
     const auto store_ds = [&](int reader, int half, const uint32_t (&ds)[B::HALF / 16][4]) {
@@ -101,7 +102,6 @@ __device__ inline void compute(const Parameters& x, int group) {
     };
     const auto publish_ds = [&](int reader) {
         fence_async();
-        __syncwarp();
         release(B::ds_full(reader));
     };
     uint32_t zeros[B::HALF / 16][4] = {};
@@ -297,7 +297,6 @@ __device__ inline void compute(const Parameters& x, int group) {
             const typename B::Keys k{forget(B::k().address)};
 #pragma unroll
             for (int d = 0; d < HEAD / 16; d++) k.read_operand(k_rows[d], d, group * B::ROWS);
-            __syncwarp();  // all lanes have read K before the first one gives it back
         }
         const int group_size = x.heads / x.key_heads;  // heads of q for each head of k and v
         for (int head = place.key_head * group_size; head < (place.key_head + 1) * group_size; head++) {

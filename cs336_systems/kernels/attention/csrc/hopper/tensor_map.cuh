@@ -41,6 +41,9 @@ const char* make_tensor_map(TensorMap& map, const View& x, int64_t batch, int64_
         if (result != cudaDriverEntryPointSuccess) return "the driver has no tensor maps, which came with CUDA 12";
         encode = reinterpret_cast<decltype(encode)>(found);
     }
+    // The driver needs a context. A thread of autograd has none before its first call that makes one current.
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) return "there is no CUDA context";
     // The stride of a dimension of one element is never used, and may be anything; TMA accepts 16 bytes.
     const auto bytes = [](int64_t size, int64_t stride) -> cuuint64_t { return size == 1 ? 16 : 2 * stride; };
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(head_size), static_cast<cuuint64_t>(n),
