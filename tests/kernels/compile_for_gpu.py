@@ -22,6 +22,7 @@ from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.attention.contract import band_of
 from cs336_systems.kernels.attention.flash_triton_tiles import Tile, tile_key, tile_table
 from cs336_systems.kernels.launch import Launch
+from tests.kernels.machine_code import unset_registers
 
 WAYS = (
     (80, 64, torch.bfloat16, "pointers"),
@@ -99,6 +100,15 @@ def dumped(cubin: bytes, what: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def listed(cubin: bytes) -> str:
+    """The machine code with labels."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def spilled(cubin: bytes) -> int:
     """The bytes of a thread that did not fit into its registers."""
     said = dumped(cubin, "--dump-resource-usage")
@@ -140,6 +150,7 @@ def compile_gluon() -> None:
         (64, torch.bfloat16, True, 3, None),
         (128, torch.bfloat16, True, 3, None),
         (80, torch.float16, False, 1, None),
+        (64, torch.bfloat16, False, 3, None),
         (64, torch.bfloat16, True, 1, band_of(None, documents)),
         (128, torch.bfloat16, True, 3, band_of(100, documents)),
     ):
@@ -159,6 +170,8 @@ def compile_gluon() -> None:
                 spills = spilled_in_loops(compiled.asm["cubin"])
                 assert len(spills) >= 2, case  # every warpgroup that computes has such loops
                 assert max(spills) <= (0 if band is None and " " not in phase else SPILLED), (case, spills)
+                unset = unset_registers(listed(compiled.asm["cubin"]))
+                assert not unset, (case, unset)
                 sass = compiled.asm["sass"]
                 assert sass.count(WAIT_FOR_PRODUCTS) < sass.count("HGMMA") / 4, case  # no product is waited for alone
             if phase == "forward":

@@ -14,6 +14,7 @@ from cs336_systems.kernels.attention import flash_cuda_hopper as module
 from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
 from tests.kernels import run_flash_cuda
 from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests, gradients
+from tests.kernels.machine_code import unset_registers
 from tests.kernels.test_flash_cuda import WITHOUT, under_sanitizer
 
 DEVICE = "cuda"
@@ -141,6 +142,7 @@ def test_compiles_without_spills_and_waits(source: str, dtype: torch.dtype, head
     assert "(C7" not in messages, messages
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", messages)
     assert spills == [("0", "0", "0")] * {"forward": 1, "backward": 3}[source]
+    assert not unset_registers(listing)
     landmarks = re.findall(r"HGMMA|MUFU\.EX2|DEPBAR\.LE gsb0, 0x\d", listing)
     # Products of 16 of the numbers that they add over, exponentials, waits for all products but the last 0, 1, 2.
     loops = "".join({"H": ".", "M": "x"}.get(each[0], each[-1]) for each in landmarks)

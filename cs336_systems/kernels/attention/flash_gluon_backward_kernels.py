@@ -240,7 +240,7 @@ def _add_to_dq(DQ, ADDED, block, buffer, seen, turn, ORDERED: gl.constexpr):
 
 @gluon.jit
 def _loop_in_halves(
-    k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, limit, dq_block,
+    k, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, limit, dq_block,
     LEFT: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 128 queries from lo to hi, where D_PAD is 64: the first 64 queries, then the others.
@@ -250,7 +250,7 @@ def _loop_in_halves(
     adds the dQ of a tile while the next tile but one runs.
     """
     descs, buffers, bars, COUNTER, scale, _, _, N_k, _, _, _ = work
-    all_k, _, q_buffers, do_buffers, s_initial, dp_initial, ds_buffers, dq_buffers, _ = buffers
+    all_k, all_v, q_buffers, do_buffers, s_initial, dp_initial, ds_buffers, dq_buffers, _ = buffers
     _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
     ADDED = COUNTER + 1
@@ -262,10 +262,9 @@ def _loop_in_halves(
         seen = _added(ADDED, dq_block + gl.maximum(t - 2, first) * _GROUPS, ORDERED)
         wait_ready(ready, step)
         # From registers, a product reads a third less from shared memory; where D_PAD is 128, k does not fit into them.
+        own_k, own_v = k, _own(all_v, group)  # v here: ptxas 12.8 loses an address that two loops share
         if COPIES_OPERANDS:
-            own_k, own_v = _own(k, group).load(LEFT), _own(v, group)
-        else:
-            own_k, own_v = k, v
+            own_k = _own(all_k, group).load(LEFT)
         s = _start_tile(own_k, q1, s_initial.index(stage).slice(0, 64))
         dp = _start_tile(own_v, do1, dp_initial.index(stage).slice(0, 64))
         if t > first + 1:
@@ -301,12 +300,12 @@ def _loop_in_halves(
 
 @gluon.jit
 def _loop(
-    k, v, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, limit, dq_block,
+    k, dk, dv, work, group: gl.constexpr, passes, start, first, lo, hi, first_key, limit, dq_block,
     LEFT: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 64 queries from lo to hi, where D_PAD is 128."""
     descs, buffers, bars, COUNTER, scale, _, _, N_k, _, _, _ = work
-    all_k, _, q_buffers, do_buffers, s_initial, dp_initial, ds_buffers, dq_buffers, _ = buffers
+    all_k, all_v, q_buffers, do_buffers, s_initial, dp_initial, ds_buffers, dq_buffers, _ = buffers
     _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
     ADDED = COUNTER + 1
@@ -316,8 +315,8 @@ def _loop(
         q, do = q_buffers.index(stage), do_buffers.index(stage)
         seen = _added(ADDED, dq_block + gl.maximum(t - 1, first) * _GROUPS, ORDERED)
         wait_ready(ready, step)
-        s = _start_tile(_own(k, group), q, s_initial.index(stage))
-        dp = _start_tile(_own(v, group), do, dp_initial.index(stage))
+        s = _start_tile(_own(all_k, group), q, s_initial.index(stage))
+        dp = _start_tile(_own(all_v, group), do, dp_initial.index(stage))
         s = warpgroup_mma_wait(1, [s])
         p = _probabilities(s, first_key, t * 64, limit, sc, N_k, CAUSAL, BAND, MASKED)
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do, dv, is_async=True)
@@ -350,7 +349,7 @@ def _consumer(
     LOOP: gl.constexpr = _loop_in_halves if D_PAD == 64 else _loop
     descs, buffers, bars, COUNTER, scale, H, N_q, N_k, band, TILES, HEADS = work
     dk_, dv_, DQ, ADDED = descs[4], descs[5], descs[7], COUNTER + 1
-    all_k, all_v, q_buffers, _, _, _, ds_buffers, dq_buffers, tiles = buffers
+    all_k, _, q_buffers, _, _, _, ds_buffers, dq_buffers, tiles = buffers
     tile_ready, kv_ready, kv_empty, _, empty, ds_ready = bars
     QUERIES: gl.constexpr = q_buffers.shape[1]
     buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
@@ -376,9 +375,9 @@ def _consumer(
             mbarrier.arrive(ds_ready.index(stage_of(start + passes)))
             if g > 0:  # both groups have read the last dS
                 wait_ready(ds_ready, start + passes)
-            k, v = all_k, all_v
+            k = all_k
             if D_PAD == 64 and not COPIES_OPERANDS:
-                k, v = _own(all_k, group).load(LEFT), _own(all_v, group)
+                k = _own(all_k, group).load(LEFT)
             masked = first  # the first tile of queries that needs no mask
             if CAUSAL:
                 masked = gl.minimum(first + BLOCK // QUERIES, count)
@@ -388,16 +387,16 @@ def _consumer(
             if BAND != "none":
                 inner = gl.minimum(gl.maximum(after_query(n0, b, band, N_q, BAND) // QUERIES, masked), count)
             dk, dv = LOOP(
-                k, v, dk, dv, work, group, passes, start, first, first, masked, first_key, limit, dq_block,
+                k, dk, dv, work, group, passes, start, first, first, masked, first_key, limit, dq_block,
                 LEFT, CAUSAL, BAND, True, ORDERED,
             )  # fmt: skip
             dk, dv = LOOP(
-                k, v, dk, dv, work, group, passes, start, first, masked, inner, first_key, limit, dq_block,
+                k, dk, dv, work, group, passes, start, first, masked, inner, first_key, limit, dq_block,
                 LEFT, CAUSAL, BAND, False, ORDERED,
             )  # fmt: skip
             if BAND != "none":
                 dk, dv = LOOP(
-                    k, v, dk, dv, work, group, passes, start, first, inner, count, first_key, limit, dq_block,
+                    k, dk, dv, work, group, passes, start, first, inner, count, first_key, limit, dq_block,
                     LEFT, CAUSAL, BAND, True, ORDERED,
                 )  # fmt: skip
             start += count - first
