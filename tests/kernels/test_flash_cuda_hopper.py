@@ -95,14 +95,18 @@ def test_same_gradients_twice_where_asked(d: int) -> None:
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 def test_a_sanitizer_finds_nothing(tool: str) -> None:
-    """racecheck sees bulk copies, but not copies of tiles and operands of products; the emulator does."""
+    """racecheck is of no use here; the emulator looks for races.
+
+    It follows neither copies of tiles nor operands of products. The bulk copies of `initial` it reports as writes beside
+    all earlier reads of the buffer, also those of the thread that arrived at the barrier which the copy waited for.
+    """
     count = run_flash_cuda.run()  # also compiles the kernels
     done = under_sanitizer(tool)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert f"{count} cases ran" in done.stdout
-    assert re.search(r"SUMMARY: 0 (errors|hazards)", done.stdout)
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
 
 
 def compiled(source: str, tmp_path: Path, dtype: torch.dtype, head_size: int) -> tuple[str, str]:
