@@ -97,10 +97,10 @@ def test_same_gradients_twice_where_asked(d: int) -> None:
 @on_hopper
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 def test_a_sanitizer_finds_nothing(tool: str) -> None:
-    """racecheck is of no use here; the emulator looks for races.
+    """racecheck is of no use here: the emulator looks for races.
 
-    It follows neither copies of tiles nor operands of products. The bulk copies of `initial` it reports as writes beside
-    all earlier reads of the buffer, also those of the thread that arrived at the barrier which the copy waited for.
+    It follows neither copies of tiles nor operands of products. It reports the bulk copies of `initial` as races with
+    earlier reads, even with those of the thread that arrived at the barrier which the copy waited for.
     """
     count = run_flash_cuda.run()  # also compiles the kernels
     done = under_sanitizer(tool)
