@@ -246,6 +246,7 @@ def main(everything: bool) -> None:
             assert product in compiled.asm["ptx"], (phase, capability, dtype)
             assert ".bf16.bf16" in compiled.asm["ptx"], (phase, capability, dtype)  # float32 products consist of them
             assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == tma, (phase, capability, dtype)
+            assert not unset_registers(listed(compiled.asm["cubin"])), (phase, capability, d, dtype)
             print(phase, capability, d, dtype, move, "compiled")
     if everything:
         compile_gluon()
