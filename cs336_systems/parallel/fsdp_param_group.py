@@ -113,10 +113,9 @@ class ShardedParam:
 class ParamGroup:
     """Weights that are unsharded by one all-gather, and whose gradients are reduced by one reduce-scatter.
 
-    The all-gather writes straight into the weight, and gradients are sent without a copy. A copy is made only to change
-    the dtype or if the number of rows is not divisible by the number of ranks. The received part of a gradient is
-    copied once, into the shard's gradient. Everything that a step needs is made here once, because the host must stay
-    ahead of the GPU.
+    The all-gather writes straight into the weight, gradients are sent without a copy, and the part that is received is
+    the shard's gradient. A copy is made only to change the dtype, or to pad rows whose number is not divisible by the
+    number of ranks. What a step needs is made here once, because the host must stay ahead of the GPU.
     """
 
     def __init__(
@@ -142,15 +141,11 @@ class ParamGroup:
         self._is_unsharded = False  # true from the start of the all-gather on
         self.kept = False  # whether forward leaves it unsharded for backward
         self._all_gather: comm.Transfer | None = None
-        self._reduce_scatter: tuple[comm.Transfer, list[Tensor]] | None = None
+        self._reduce_scatter: tuple[comm.Transfer, list[Tensor], list[Tensor]] | None = None  # its input and output
         self.trainable = [p for p in params if p.full.requires_grad]
         if self.trainable:
-            reduce_dtype, full = grad_dtype or dtype, [p.full for p in self.trainable]
-            self._reduce_scatter_input = SendBuffer(full, [p.padded_shape for p in self.trainable], reduce_dtype)
-            self._reduce_scatter_output = ResizableBuffer([p.shard_shape for p in self.trainable], reduce_dtype, device)
-            outputs = self._reduce_scatter_output.tensors
-            self._received = [out[: len(p.shard)] for out, p in zip(outputs, self.trainable, strict=True)]
-            self._reduce_scatter_output.release()
+            full, padded = [p.full for p in self.trainable], [p.padded_shape for p in self.trainable]
+            self._reduce_scatter_input = SendBuffer(full, padded, grad_dtype or dtype)
         self.forget_backward()
 
     def forget_backward(self) -> None:
@@ -199,22 +194,21 @@ class ParamGroup:
             gradients.append(torch.zeros_like(p.full) if p.full.grad is None else p.full.grad)
             p.full.grad = None
         sent = self._reduce_scatter_input.copy_in(gradients)
-        self._reduce_scatter_output.allocate()
-        transfer = comm.start_reduce_scatter_mean(self._reduce_scatter_output.tensors, sent, f"scatter of {self.name}")
-        self._reduce_scatter = transfer, sent
+        received = [x.new_empty(p.shard_shape) for x, p in zip(sent, self.trainable, strict=True)]
+        transfer = comm.start_reduce_scatter_mean(received, sent, f"scatter of {self.name}")
+        self._reduce_scatter = transfer, sent, received
         self.num_gradients, self.reduced = 0, True
 
     def wait_for_gradients(self) -> None:
         """Add the gradients that are being reduced, if there are any, to the gradients of the shards."""
         if self._reduce_scatter is None:
             return
-        self._reduce_scatter[0].wait()
+        transfer, _, received = self._reduce_scatter
+        transfer.wait()
         self._reduce_scatter = None  # drops the input too
         self._reduce_scatter_input.release()
-        gradients = [torch.empty_like(p.shard, dtype=p.shard.grad_dtype) for p in self.trainable]
-        torch._foreach_copy_(gradients, self._received)
-        self._reduce_scatter_output.release()
-        for p, gradient in zip(self.trainable, gradients, strict=True):
+        for p, gradient in zip(self.trainable, received, strict=True):
+            gradient = gradient[: len(p.shard)].to(p.shard.grad_dtype)
             if p.shard.grad is None:
                 p.shard.grad = gradient
             else:
@@ -226,7 +220,6 @@ class ParamGroup:
             self._reduce_scatter[0].wait()
             self._reduce_scatter = None
             self._reduce_scatter_input.release()
-            self._reduce_scatter_output.release()
 
     def gather_full(self, keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
         """Map each shard to `keep` of its whole weight, in the dtype of the shard."""
