@@ -154,11 +154,13 @@ def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:
 def can_use_tma(*tensors: Tensor) -> bool:
     """Whether TMA can move these tensors: rows are contiguous and 16-byte aligned, and none is repeated."""
     for x in tensors:
-        steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
-        if x.stride(-1) != 1 or x.data_ptr() % 16:
+        *steps, last = x.stride()
+        if last != 1 or x.data_ptr() % 16:
             return False
-        if not all(step > 0 and step * x.element_size() % 16 == 0 for step in steps):
-            return False
+        unit = 16 // x.element_size()
+        for step, size in zip(steps, x.shape, strict=False):
+            if size > 1 and (step <= 0 or step % unit):
+                return False
     return True
 
 
