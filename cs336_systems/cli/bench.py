@@ -114,8 +114,8 @@ def measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> l
                 rows.append(row)
                 say(f"{describe(row.config) or row.variant}: {row.status} {row.error or ''}".strip() + _disturbed(row))
         except KeyboardInterrupt:
-            there = f"the rows so far are in {path}, and --resume goes on from there"
-            say(f"stopped; {there if path.exists() else 'there are no rows yet'}")
+            there = f"stopped; the rows so far are in {path}, and --resume goes on from there"
+            say(there if path.exists() else "stopped; there are no rows yet")
             raise
     return rows
 
