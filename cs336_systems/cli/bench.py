@@ -142,7 +142,7 @@ def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bo
         values = " ".join("x".join(map(str, value)) if isinstance(value, tuple) else str(value)
                           for value in quick or field.metadata.get("values", (field.default,)))  # fmt: skip
         text = help_texts.get(field.name) or field.name
-        text += "" if "(default:" in text else f" (default: {values})"
+        text += "" if "(default:" in text or values in ("None", "") else f" (default: {values})"
         kind = str if field.metadata.get("parse") else value_type(case, field.name)
         options = [f"--{name}" for name in (field.name, field.metadata.get("also")) if name]
         count = "*" if kind is bool else "+"  # true, if no value is given
