@@ -51,6 +51,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
 """The architectures that can be imported, with the values that transformers gives to fields that are missing."""
+_DEFAULT_NUMBERS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+"""The same for all of them; transformers fails if one is null."""
 _OF_SOME = {"pad_token_id", "rope_scaling", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
 """Fields that only some exports have."""
 _TOP_NAMES = {
@@ -265,7 +267,7 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
             raise ValueError(f"{path} has no {name}: it must be {kinds}")
         if name == "model_type" and config[name] not in [*_DEFAULTS]:
             raise ValueError(f"{path}: model_type is {config[name]!r}: it must be one of {', '.join(_DEFAULTS)}")
-    config = {**_DEFAULTS[config["model_type"]], **config}
+    config = {**_DEFAULT_NUMBERS, **_DEFAULTS[config["model_type"]], **config}
     rope: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):  # the second, older one has the last word, as in transformers
         rope |= config.get(name) or {}
@@ -274,7 +276,7 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(f"{path}: rope_parameters has {nested[0]}: parameters for kinds of layers cannot be imported")
     rope_type = rope.get("rope_type") or "default"
-    needed = (*_SIZES.values(), *(_SCALING if rope_type == "llama3" else ()))
+    needed = (*_SIZES.values(), *_DEFAULT_NUMBERS, *(_SCALING if rope_type == "llama3" else ()))
     for name, kind in _NUMBERS.items():
         value = (config | rope).get(name)
         if not isinstance(value, kind) and (value is not None or name in needed):
@@ -296,8 +298,8 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
         window=window,
         window_every=window_every,
         tie_embeddings=config.get("tie_word_embeddings", False),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        norm_eps=float(config["rms_norm_eps"]),
+        rope_theta=float((config | rope)["rope_theta"]),
         rope_scaling=scaling,
     )
     try:

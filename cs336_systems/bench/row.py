@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import logging
 import math
@@ -118,7 +119,7 @@ def read_rows(path: Path) -> list[Row]:
             loaded = json.loads(line)
         except (ValueError, RecursionError) as error:
             if i == len(lines) - 1 and not content.endswith(b"\n") and _is_cut(line):
-                logger.warning("%s, line %d was cut short, left out", path, i + 1)
+                _warn_of_cut(path, i + 1)
                 continue
             raise ValueError(f"{path}, line {i + 1} is not JSON: {error}") from error
         try:
@@ -126,6 +127,11 @@ def read_rows(path: Path) -> list[Row]:
         except ValueError as error:
             raise ValueError(f"{path}, line {i + 1}: {error}") from error
     return rows
+
+
+@functools.cache  # a command may read a file several times
+def _warn_of_cut(path: Path, line: int) -> None:
+    logger.warning("%s, line %d was cut short, left out", path, line)
 
 
 def _row(loaded: Any) -> Row:

@@ -18,7 +18,7 @@ from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.shape import ModelShape
 
 from ..config.checks import check_types, require, without_groups
-from ..config.model import ModelConfig
+from ..config.model import MODEL_SIZES, ModelConfig
 from ..config.run import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ..kernels.attention import get_attention
 from ..machine.hardware import DTYPE_NAMES, autocast, check_precision, memory_bytes, select_device, use_device
@@ -38,6 +38,8 @@ PHASES = ("forward", "backward", "optimizer")
 
 def model_of(size: str | None, vocab_size: int | None = None, **fields: Any) -> ModelConfig:
     """The architecture of a named size, of `quick`, or of the fields. Raises ValueError for an invalid one."""
+    accepted = (*MODEL_SIZES, QUICK_SIZE)
+    require(size is None or size in accepted, "model.size", size, f"one of {', '.join(accepted)}")
     named: dict[str, Any] = _QUICK if size == QUICK_SIZE else {"size": size}
     if vocab_size is not None:
         named = {**named, "vocab_size": vocab_size}

@@ -8,7 +8,7 @@ from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from ..config.checks import describe_type
 
@@ -48,11 +48,20 @@ def make_parser(
         print_config=None,
         allow_abbrev=False,
         add_help=help_text is None,
+        formatter_class=_Help,
     )
     if help_text is not None:
         about = "Show this help message and exit."
         parser.add_argument("-h", "--help", action=_PrintHelp, help_text=help_text, help=about)
     return parser
+
+
+class _Help(DefaultHelpFormatter):
+    """jsonargparse's help, without the default of a field that is unset or empty: its text says what that means."""
+
+    def _get_help_string(self, action: Action) -> str:
+        text = super()._get_help_string(action)
+        return text.replace(", default: %(default)s", "") if action.default in (None, "") else text
 
 
 class _PrintHelp(Action):

@@ -114,7 +114,8 @@ def measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> l
                 rows.append(row)
                 say(f"{describe(row.config) or row.variant}: {row.status} {row.error or ''}".strip() + _disturbed(row))
         except KeyboardInterrupt:
-            say(f"stopped; the rows so far are in {path}, and --resume goes on from there")
+            there = f"stopped; the rows so far are in {path}, and --resume goes on from there"
+            say(there if path.exists() else "stopped; there are no rows yet")
             raise
     return rows
 
@@ -141,7 +142,7 @@ def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bo
         values = " ".join("x".join(map(str, value)) if isinstance(value, tuple) else str(value)
                           for value in quick or field.metadata.get("values", (field.default,)))  # fmt: skip
         text = help_texts.get(field.name) or field.name
-        text += "" if "(default:" in text else f" (default: {values})"
+        text += "" if "(default:" in text or values in ("None", "") else f" (default: {values})"
         kind = str if field.metadata.get("parse") else value_type(case, field.name)
         options = [f"--{name}" for name in (field.name, field.metadata.get("also")) if name]
         count = "*" if kind is bool else "+"  # true, if no value is given

@@ -11,6 +11,7 @@ from .arguments import Commands, parse, run_subcommand
 from .bench import asked, case_parser, measure
 
 if TYPE_CHECKING:  # these bring PyTorch and are imported only to profile, so that --help is fast
+    from ..bench.case import Case
     from ..bench.row import Row
 
 _NAMED_BY = ("size", "context_length", "mode", "precision")
@@ -38,9 +39,10 @@ def _kernels(arguments: Sequence[str]) -> int:
         for folder in folders:
             for name in ("shares.png", *(f"trace_{config.mode}.json.gz" for config in configs)):
                 (folder / name).unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
-    rows = measure(CASE, configs, rows_file, options)
+    found = _measured(CASE, configs, rows_file, options)
+    rows = list(found.values())
     for folder in folders:
-        measured = [row for row in rows if row.status == "ok" and row.config["folder"] == str(folder)]
+        measured = [row for config, row in found.items() if row.status == "ok" and Path(config.folder) == folder]
         if measured:
             plot_shares(measured, folder / "shares.png")
     if several:
@@ -70,6 +72,7 @@ def _show_kernels(configs: Sequence[Any], rows: "list[Row]") -> int:
 def _memory(arguments: Sequence[str]) -> int:
     from ..bench.profiling.memory_profile import CASE, PAGE_FILE, PICTURE_FILE, SUMMARY_FILE, draw
     from ..bench.row import append_row, exit_code
+    from ..machine.files import write_whole
     from ..report.memory_profiles import memory_summary
 
     is_quick, about = "--quick" in arguments, "The memory of a forward pass or a training step over time."
@@ -82,23 +85,35 @@ def _memory(arguments: Sequence[str]) -> int:
         configs = asked(CASE, "profile memory", options)
         several = len(configs) > 1
         rows_file = folder_to_write(options.out) / ROWS_FILE
-        rows = measure(CASE, _into_folders(configs, out, several), rows_file, options)
+        measured = _measured(CASE, _into_folders(configs, out, several), rows_file, options)
+        found = {Path(config.folder): row for config, row in measured.items()}
     else:
         require(options.snapshot != "", "snapshot", "", "a file")
         for name in (field.name for field in dataclasses.fields(CASE.config)):
             if values := getattr(options, name, None):
                 given = values[0] if len(values) == 1 else values
                 raise ValueError(f"{name} is {given!r}: with snapshot nothing is run, so it must be left out")
-        rows = [draw(Path(options.snapshot), out)]
-        append_row(folder_to_write(options.out) / ROWS_FILE, rows[0])
-    for row in rows:
-        folder = Path(row.config["folder"]) if several else out
-        (folder / SUMMARY_FILE).write_text(memory_summary(row) + "\n", encoding="utf-8")
+        found = {out: draw(Path(options.snapshot), out)}
+        append_row(folder_to_write(options.out) / ROWS_FILE, found[out])
+    for folder, row in found.items():
+        write_whole(folder / SUMMARY_FILE, memory_summary(row) + "\n")
+    rows = list(found.values())
     if several:
         return _finish(rows, f"{files} of each are in a folder of its own in {out}")
     for row in rows:
         say(f"{memory_summary(row)}\n\nto look at: {files} in {out}; the numbers are in {out / ROWS_FILE}")
     return exit_code(rows)
+
+
+def _measured(case: "Case", configs: Sequence[Any], rows_file: Path, options: Any) -> "dict[Any, Row]":
+    """Measure, and return the row of each configuration; with --resume also those that the file had."""
+    from ..bench.case import is_of
+    from ..bench.runner import rows_on_this_gpu
+
+    rows = measure(case, configs, rows_file, options)
+    there = rows_on_this_gpu(case, rows_file) if options.resume else rows
+    there.sort(key=lambda row: row.status != "error")  # the last one counts below, an error only if there is no other
+    return {config: row for config in configs for row in there if is_of(row, config)}
 
 
 def _into_folders(configs: Sequence[Any], out: Path, several: bool) -> list[Any]:

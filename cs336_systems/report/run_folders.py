@@ -25,13 +25,13 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
     lines = []
     for run_dir in run_dirs:
         if (run_dir / "config.json").exists() and not (run_dir / "result.json").exists():
-            logger.warning("%s is not finished, left out", run_dir)
+            logger.warning("%s has no result.json, so the table leaves it out", run_dir)
             continue
         files = run_dir / "config.json", run_dir / "result.json"
         with naming(", ".join(map(str, files))):
             lines.append(_line(run_dir.name, *map(_read_json, files)))
     if not lines:  # no error: unfinished runs may still be plotted
-        return "none of these runs is finished"
+        return "none of these runs has a result.json"
     header = "run,parameters,on,steps,training loss,validation loss,unigram entropy,bigram model,tokens/s,MFU"
     return markdown_table(header.split(","), lines)
 

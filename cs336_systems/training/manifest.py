@@ -47,6 +47,8 @@ class Manifest:
     def from_json(cls, text: str) -> "Manifest":
         """The manifest that `to_json` wrote. Raises ValueError for anything else."""
         raw = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError("it does not hold a JSON object")
         if raw.get("format") != _FORMAT:
             raise ValueError(f"format {raw.get('format')!r}, this version reads format {_FORMAT}")
         if raw.pop("checksum", None) != _checksum(raw):

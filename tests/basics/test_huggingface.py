@@ -362,6 +362,8 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
         ("num_attention_heads", None, "num_attention_heads is None: it must be an integer$"),
         ("vocab_size", 300.5, "vocab_size is 300.5: it must be an integer$"),
         ("rms_norm_eps", "1e-6", "rms_norm_eps is '1e-6': it must be a number$"),
+        ("rms_norm_eps", None, "rms_norm_eps is None: it must be a number$"),
+        ("rope_parameters", {"rope_theta": None}, "rope_theta is None: it must be a number$"),
         ("rope_parameters", {"rope_type": "llama3"}, "factor is None: it must be a number$"),
         ("rope_parameters", {"full_attention": {}}, "rope_parameters has full_attention: parameters for kinds"),
         ("rms_norm_eps", 1, "rms_norm_eps is 1.0: it must be from 0 to below 1$"),

@@ -81,12 +81,12 @@ def test_a_row_replaces_the_beginning_left_by_a_killed_process(tmp_path: Path, l
     assert path.read_text() == f"{json.dumps(asdict(ROW))}\n" * 2
 
 
-def test_an_incomplete_last_line_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_incomplete_last_line_is_skipped_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     line = json.dumps(asdict(ROW))
     (tmp_path / "rows.jsonl").write_text(f"{line}\n{line[:-5]}")
     with caplog.at_level(logging.WARNING, logger=row_module.__name__):
-        assert read_rows(tmp_path / "rows.jsonl") == [ROW]
-    assert "rows.jsonl, line 2 was cut short" in caplog.text
+        assert read_rows(tmp_path / "rows.jsonl") == read_rows(tmp_path / "rows.jsonl") == [ROW]
+    assert caplog.text.count("rows.jsonl, line 2 was cut short") == 1
 
 
 @pytest.mark.parametrize(

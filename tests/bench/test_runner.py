@@ -333,7 +333,7 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
         os.killpg(sweep.pid, signal.SIGINT)
         said, complained = sweep.communicate(timeout=60)
         assert sweep.returncode == 130
-        assert "--resume goes on" in said
+        assert "stopped; there are no rows yet" in said
         assert complained == "cs336: interrupted\n"
         wait_until(lambda: not members(sweep.pid))
     finally:
@@ -341,10 +341,12 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
             os.killpg(sweep.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number, has_rows", [(signal.SIGTERM, True), (signal.SIGHUP, False)])
 def test_a_signal_removes_the_scratch_folder_and_sets_the_exit_code(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench
+    number: int, has_rows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench
 ) -> None:
+    if has_rows:
+        append_row(tmp_path / "model.jsonl", Row(case="other", variant="v", config={}, env={}))
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
@@ -362,7 +364,7 @@ def test_a_signal_removes_the_scratch_folder_and_sets_the_exit_code(
     code, said, _ = bench("model", "--quick", "--out", str(tmp_path))
     assert code == 128 + number
     assert list(scratch.iterdir()) == []
-    assert "--resume goes on" in said
+    assert ("--resume goes on" in said, "there are no rows yet" in said) == (has_rows, not has_rows)
     assert signal.getsignal(number) is signal.SIG_DFL
 
 

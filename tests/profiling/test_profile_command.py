@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.bench.row import read_rows
+from cs336_systems.report.kernel_profiles import plot_shares
 from cs336_systems.report.views import rows_table
 from tests.systems.command import Run, the_line
 
@@ -40,6 +41,27 @@ def test_kernels_of_two_lengths_are_profiled_into_a_folder_each(tmp_path: Path, 
         names = {"shares.png", "trace_train_step.json.gz"}
         assert files_in(tmp_path / f"quick-{length}-train_step-fp32") == names
     assert rows_table(rows) in said
+
+
+@pytest.mark.parametrize("what", ["kernels", "memory"])
+def test_a_resumed_profile_shows_earlier_rows_too(what: str, tmp_path: Path, cs336: Run) -> None:
+    given = ["profile", what, "--quick", "--device", "cpu", "--context_length", "8", "16", "--out", str(tmp_path)]
+    assert cs336(*given, "--mode", "forward")[0] == 0
+    for _ in range(2):  # the second time there is nothing to measure
+        code, said, _ = cs336(*given, "--mode", "forward", "train_step", "--resume")
+        rows = read_rows(tmp_path / "rows.jsonl")
+        in_order = sorted(rows, key=lambda row: (row.config["context_length"], row.variant))
+        assert (code, len(rows)) == (0, 4)
+        assert rows_table(in_order) in said
+
+
+def test_the_shares_of_a_resumed_profile_have_earlier_rows_too(tmp_path: Path, cs336: Run) -> None:
+    given = ["profile", "kernels", "--quick", "--out", str(tmp_path)]
+    assert cs336(*given, "--mode", "forward")[0] == 0
+    alone = (tmp_path / "shares.png").read_bytes()
+    assert cs336(*given, "--mode", "forward", "train_step", "--resume")[0] == 0
+    plot_shares(read_rows(tmp_path / "rows.jsonl"), tmp_path / "both.png")
+    assert alone != (tmp_path / "shares.png").read_bytes() == (tmp_path / "both.png").read_bytes()
 
 
 OF_BOTH = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.cli.report import report
 from cs336_systems.report.run_folders import plot_runs, runs_table, summary_block
 
 DEMO = Path(__file__).parents[2] / "results/cpu/demo"
@@ -22,7 +23,7 @@ def test_an_unfinished_run_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun/config.json").write_text("{}")
     assert len(runs_table([tmp_path / "begun", DEMO]).splitlines()) == 3
-    assert runs_table([tmp_path / "begun"]) == "none of these runs is finished"
+    assert runs_table([tmp_path / "begun"]) == "none of these runs has a result.json"
 
 
 def test_the_number_of_processes_is_shown(tmp_path: Path) -> None:
@@ -46,6 +47,18 @@ def test_runs_without_metrics_are_not_drawn(tmp_path: Path, caplog: pytest.LogCa
     with pytest.raises(ValueError, match=r"none of these runs has a metrics\.jsonl"):
         plot_runs([begun], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_runs_without_a_result_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [tmp_path / name for name in ("a", "b")]
+    for run_dir in runs:
+        run_dir.mkdir()
+        for name in ("config.json", "metrics.jsonl"):
+            shutil.copy(DEMO / name, run_dir)
+    assert report(["runs", *map(str, runs), "--plot", str(tmp_path / "drawn.png")]) == 0
+    assert capsys.readouterr().out == "none of these runs has a result.json\n"
+    plot_runs(runs, tmp_path / "both.png")
+    assert (tmp_path / "drawn.png").read_bytes() == (tmp_path / "both.png").read_bytes()
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"model": 3}', '{"model": {"size": "huge"}}'])

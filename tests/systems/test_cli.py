@@ -76,6 +76,13 @@ def test_help_all_of_train_shows_every_option(cs336: Run) -> None:
     assert options == set(re.findall(r"^  (?:-h, )?(--[\w.]+)", told, re.M)) | {"-h"}
 
 
+@pytest.mark.parametrize("command", ["train --help_all", "plan step --help", *(f"bench {c} --help" for c in CASES)])
+def test_no_help_shows_an_unset_default(cs336: Run, command: str) -> None:
+    told = cs336(*command.split())[1]
+    assert "default:" in told
+    assert re.findall(r"default:\s+(?:None|null|\))", told) == []
+
+
 def test_the_help_of_bench_lists_every_case_in_one_line(cs336: Run) -> None:
     code, told, _ = cs336("bench", "--help")
     assert code == 0

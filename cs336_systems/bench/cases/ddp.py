@@ -110,7 +110,8 @@ class DDPBench(StepBench):
         parts = re.fullmatch(r"([\w.]+:[^\W\d]\w*|\w+)(?::(\d{1,9}(?:\.\d{1,9})?))?((?:\+\w+)*)", self.variant)
         name, bucket, options = parts.groups() if parts else ("", None, "")
         chosen = options.split("+")[1:]
-        is_known = name in (ALONE, *_OF_SEVERAL) or is_import_path(name)
+        is_own = is_import_path(name) and name.partition(":")[0] not in (ALONE, *_OF_SEVERAL)  # not overlap:x
+        is_known = name in (ALONE, *_OF_SEVERAL) or is_own
         taken = _options_of(name) if is_known and name != ALONE else ()
         impossible = {
             "zero1": name == ALONE or name in SHARDED,  # it shards the optimizer's state anyway
@@ -121,11 +122,11 @@ class DDPBench(StepBench):
         takes_bucket = "bucket_size_mb" in taken and float(bucket or 1) > 0
         is_right = is_known and (takes_bucket or bucket is None)
         if not is_right or not set(chosen) <= set(accepted) or len(set(chosen)) < len(chosen):
-            others = [*_OF_SEVERAL, *([name] if is_import_path(name) else [])]
+            others = [*_OF_SEVERAL, *([name] if is_own else [])]
             without = [ALONE, *(other for other in others if "bucket_size_mb" not in _options_of(other))]
             raise ValueError(
                 f"variant is {self.variant!r}: it must be {ALONE}, one of {', '.join(_OF_SEVERAL)} or module:Class; "
-                f"then :BUCKET_MB, but not after {', '.join(without)}; "
+                f"then :BUCKET_MB, a number above 0, but not after {', '.join(without)}; "
                 f"then {name if is_known else 'a strategy'} may have +{', +'.join(accepted)}, each once"
             )
         return name, bucket, chosen
