@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
 from cs336_basics import files
 from cs336_basics.tokenizer import DOCUMENT_END, END_OF_TEXT
@@ -39,6 +38,10 @@ def collect(read: Callable[[Any], Records], output: Path, seed: int = 0) -> None
     write_documents(read, "it", output, {"text_field": "text", "separator": DOCUMENT_END, "seed": seed})
 
 
+def zstd(text: str) -> bytes:
+    return pyarrow.compress(text.encode(), "zstd", asbytes=True)
+
+
 def write(folder: Path, kind: str) -> Path:
     path = folder / f"in.{kind}"
     plain = "\n" + lines(TEXTS)
@@ -49,7 +52,7 @@ def write(folder: Path, kind: str) -> Path:
     elif kind.endswith("gz"):
         path.write_bytes(gzip.compress(plain.encode()))
     elif kind.endswith("zst"):
-        path.write_bytes(zstandard.compress(plain.encode()))
+        path.write_bytes(zstd(plain))
     else:
         path.write_text(plain)
     return path
@@ -91,11 +94,11 @@ def test_what_cannot_be_in_the_text_is_replaced(tmp_path: Path) -> None:
 
 def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out.txt"
-    path.write_text(lines(["good"] * 200) + "{\n" + lines([None]))
+    path.write_bytes((lines(["good"] * 300) + "{\n" + lines([None])).encode() + b'{"text": "caf\xe9"}\n')
     with caplog.at_level(logging.WARNING):
         gather(str(path), out)
-    assert "2 of 202 records have no text in 'text': " in caplog.text
-    assert f"{path}, record 201; {path}, record 202" in caplog.text
+    assert "3 of 303 records have no text in 'text': " in caplog.text
+    assert f"{path}, record 301; {path}, record 302; {path}, record 303" in caplog.text
     path.write_text(lines(["good"] * 20) + "[]\n")
     with pytest.raises(
         ValueError, match=rf"1 of 21 records have no text in 'text': {path}, record 21 \(data.text_field"
@@ -111,6 +114,9 @@ def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pyte
         ("txt.gz", gzip.compress(b"the cat", mtime=0)[:-4]),
         ("txt.gz", gzip.compress(b"the cat", mtime=0)[:12] + b"another block"),
         ("jsonl.zst", b"no zstandard"),
+        ("txt.zst", zstd("the cat")[:-1]),
+        ("jsonl.zst", zstd(lines(TEXTS * 100_000))[:-1]),
+        ("jsonl.zst", zstd(lines(TEXTS)) + zstd(lines(TEXTS))[:-1]),
         ("parquet", b"no Parquet"),
     ],
 )
