@@ -64,7 +64,9 @@ def _on_text(options: Any, loaded: "LoadedModel", device: "torch.device", length
     stride = max(1, length // 2) if options.stride is None else options.stride
     model, tokenizer = loaded.build(device), tokenizer_of(loaded)
     documents = documents_of(read_utf8(options.text))
-    scores = score_documents(model, tokenizer, documents, length, stride, options.batch_size)
+    # As in the run's training text; a Hugging Face folder has no such setting.
+    special = loaded.manifest.config.get("data", {}).get("special_tokens_in_text", False)
+    scores = score_documents(model, tokenizer, documents, length, stride, options.batch_size, special)
     total = sum(scores, Score())
     if not total.tokens:
         raise ValueError(f"text is {options.text}: it must have text besides <|endoftext|>")

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from cs336_basics import files
-from cs336_basics.tokenizer import DOCUMENT_END, END_OF_TEXT
+from cs336_basics.tokenizer import DOCUMENT_END, END_OF_TEXT, Tokenizer
 from cs336_systems.config.run import DataConfig
 from cs336_systems.training import documents
 from cs336_systems.training.documents import Records, find_files, is_plain, read_dataset, read_files, write_documents
@@ -169,6 +169,25 @@ def test_special_tokens_in_records_are_text_unless_the_user_says_otherwise(are_t
     assert prepared.tokenizer is not None
     ids = [*prepared.train.tolist(), *prepared.valid.tolist()]
     assert prepared.tokenizer.decode(ids) == f"{said}{END_OF_TEXT}" * 8
+    assert ids.count(prepared.tokenizer.end_of_text_id) == (8 * 41 if are_tokens else 8)
+
+
+@pytest.mark.parametrize("are_tokens", [False, True])
+@pytest.mark.parametrize("name", ["texts/in.txt", "texts"])
+def test_special_tokens_in_a_text_are_text_unless_the_user_says_otherwise(
+    name: str, are_tokens: bool, tmp_path: Path
+) -> None:
+    Tokenizer.train(["a slip of HTML. " * 50], 270).save(tmp_path / "gpt2.json")
+    theirs = tmp_path / "theirs.json"
+    theirs.write_text((tmp_path / "gpt2.json").read_text().replace(END_OF_TEXT, "</s>"))
+    (tmp_path / "texts").mkdir()
+    said = "a <s>slip</s> of HTML. " * 40
+    (tmp_path / "texts/in.txt").write_text(END_OF_TEXT.join([said] * 8) + END_OF_TEXT)
+    data = dict(source="text", train_text=str(tmp_path / name), data_dir=str(tmp_path / "data"), tokenizer=str(theirs))
+    prepared = prepare_data(make_config(tmp_path, data=data | dict(special_tokens_in_text=are_tokens)))
+    assert prepared.tokenizer is not None
+    ids = [*prepared.train.tolist(), *prepared.valid.tolist()]
+    assert prepared.tokenizer.decode(ids) == f"{said}</s>" * 8
     assert ids.count(prepared.tokenizer.end_of_text_id) == (8 * 41 if are_tokens else 8)
 
 
