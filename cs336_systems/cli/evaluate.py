@@ -40,6 +40,8 @@ def evaluate(arguments: Sequence[str]) -> int:
         raise ValueError("text and tasks: one of them must be given")
     if options.out is not None and not Path(options.out).resolve().parent.is_dir():
         raise ValueError(f"out is {options.out}: its folder does not exist")
+    if options.out is not None and Path(options.out).is_dir():
+        raise ValueError(f"out is {options.out}, a folder: it must be a JSON file to write")
     from ..training.launch import call_in_processes, check_devices, device_of_rank
     from ..training.load import load_model
 
@@ -59,8 +61,11 @@ def evaluate(arguments: Sequence[str]) -> int:
 def _on_text(options: Any, loaded: "LoadedModel", device: "torch.device", length: int) -> dict[str, Any]:
     from cs336_basics.tokenizer import documents_of, read_utf8
 
+    from ..training.documents import is_plain
     from ..training.evaluate import Score, score_documents
 
+    if not is_plain(options.text):
+        raise ValueError(f"text is {options.text}: it must be a text file, not records, compressed or a folder")
     stride = max(1, length // 2) if options.stride is None else options.stride
     model, tokenizer = loaded.build(device), tokenizer_of(loaded)
     documents = documents_of(read_utf8(options.text))
