@@ -37,7 +37,7 @@ Records = Iterable[tuple[str, str | None, Any]]
 def is_plain(name: str) -> bool:
     """Whether a name is of one file that is text as it is, with `<|endoftext|>` between its documents."""
     path = Path(name)
-    return not path.is_dir() and not _is_pattern(path) and path.suffix not in (*_RECORDS, *_COMPRESSED)
+    return not path.is_dir() and not _is_pattern(path) and path.suffix.lower() not in (*_RECORDS, *_COMPRESSED)
 
 
 def find_files(name: str, field: str) -> list[Path]:
@@ -144,7 +144,9 @@ def _is_pattern(path: Path) -> bool:
 
 
 def _kind(file: Path) -> str:
-    return Path(file.stem).suffix if file.suffix in _COMPRESSED else file.suffix
+    """The suffix in small letters, without that of a compression."""
+    name = Path(file.name.lower())
+    return Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
 
 
 def _records(file: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
@@ -180,9 +182,9 @@ def _naming(file: Path, kind: str) -> Iterator[None]:
 
 def _open(file: Path) -> Any:
     """The bytes of a text. A compressed one that breaks off raises an error when it is read to there."""
-    if file.suffix == ".gz":
+    if file.suffix.lower() == ".gz":
         return gzip.open(file)
-    if file.suffix == ".zst":
+    if file.suffix.lower() == ".zst":
         return io.BufferedReader(_package("pyarrow", file).input_stream(str(file), compression="zstd"))
     return file.open("rb")
 

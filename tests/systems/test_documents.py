@@ -49,7 +49,7 @@ def write(folder: Path, kind: str) -> Path:
         pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": TEXTS}), path, row_group_size=2)
     elif kind == "bom.jsonl":
         path.write_text(plain.lstrip(), encoding="utf-8-sig")
-    elif kind.endswith("gz"):
+    elif kind.lower().endswith("gz"):
         path.write_bytes(gzip.compress(plain.encode()))
     elif kind.endswith("zst"):
         path.write_bytes(zstd(plain))
@@ -58,7 +58,9 @@ def write(folder: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "bom.jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "bom.jsonl", "ndjson", "JSONL", "jsonl.gz", "JSONL.GZ", "jsonl.zst", "parquet"]
+)
 def test_each_record_is_a_document(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, kind)
     assert not is_plain(str(path))
@@ -68,10 +70,10 @@ def test_each_record_is_a_document(kind: str, tmp_path: Path) -> None:
 
 def test_a_folder_and_a_pattern_give_their_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
-    for name, text in (("a.txt", END_OF_TEXT.join(TEXTS[:2])), ("b/1.txt", TEXTS[2])):
+    for name, text in (("a.TXT", END_OF_TEXT.join(TEXTS[:2])), ("b/1.txt", TEXTS[2])):
         (tmp_path / name).write_text(text)
     (tmp_path / "picture.png").write_bytes(b"\xff")
-    for name in (str(tmp_path), f"{tmp_path}/**/*.txt"):
+    for name in (str(tmp_path), f"{tmp_path}/**/*.[tT]*"):
         assert not is_plain(name)
         gather(name, tmp_path / "out")
         assert (tmp_path / "out").read_text() == JOINED
