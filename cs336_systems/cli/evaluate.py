@@ -23,7 +23,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = make_parser("evaluate", "Measure a trained model on a text or on standard tasks.")
     parser.add_argument("run", type=str, help="Run folder, checkpoint or Hugging Face folder.")
     parser.add_argument("--text", type=str, default=None,
-                        help="UTF-8 file to predict. <|endoftext|> separates its documents.")  # fmt: skip
+                        help="UTF-8 file to predict. <|endoftext|> separates its documents. Other special tokens are "
+                        "text, unless they were tokens in the run's training text.")  # fmt: skip
     parser.add_argument("--tasks", type=str, default=None,
                         help="Tasks of lm_eval to do, such as hellaswag,arc_easy, or their YAML files.")  # fmt: skip
     parser.add_argument("--context_length", type=int, default=None,
