@@ -225,6 +225,9 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
         here, there = found.get(name, "none"), expected.get(name, "none")
         if here != there:
             raise ValueError(f"{folder}: {name} has shape {here}, and config.json means {there}")
+    embedding = weights["model.embed_tokens.weight"]
+    if shape.tie_embeddings and not torch.equal(weights.get("lm_head.weight", embedding), embedding):
+        raise ValueError(f"{folder}: tie_word_embeddings is True, but lm_head.weight is not model.embed_tokens.weight")
     state = {ours: weights[theirs].float() for ours, (theirs, _) in names.items()}
     state = {name: _to_pairs(w, shape.head_size) if name.endswith(_TURNED) else w for name, w in state.items()}
 

@@ -44,7 +44,6 @@ _LONGEST_PIECE = 1 << 27  # takes 19 GB, because the library needs about 140 byt
 # Where a text may be cut: a piece ends where the pattern begins.
 _WORD = re.compile(r"(?<=\S)[ \n]")  # Python's \s covers all of Unicode's White_Space, so \S is always visible text
 _DOCUMENT = re.compile(re.escape(END_OF_TEXT))
-_MARKED_DOCUMENT = re.compile(DOCUMENT_END)
 _NOWHERE = re.compile(r"(?!)")
 
 
@@ -306,26 +305,32 @@ class Tokenizer:
     def _with_own_end(self, text: str) -> str:
         return text if self.end_of_text == END_OF_TEXT else text.replace(END_OF_TEXT, self.end_of_text)
 
+    def encode_document(self, text: str) -> list[int]:
+        """The token IDs of a text in which special tokens are text like any other."""
+        return self._literal.encode(text, add_special_tokens=False).ids
+
     def encode_stream(
-        self, blocks: Iterable[str], name: str = "the text", separator: str = END_OF_TEXT, first: int = 0
+        self, blocks: Iterable[str], name: str = "the text", separator: str | None = None, first: int = 0
     ) -> Iterator[list[int]]:
         """Yield the IDs of a stream of text, one list per piece; concatenated they equal `encode` of the whole text.
 
         first: the piece, counted from 0, at which to begin.
 
-        With separator DOCUMENT_END, they are those of the documents, each with an end-of-text token in place of its
-        mark, and special tokens in the documents are text.
+        With a separator, END_OF_TEXT or DOCUMENT_END, they are those of `encode_document` of what stands between, with
+        an end-of-text token in place of each separator.
 
         Pieces go to the library in batches, which it spreads over the cores. With GPT-2's pre-tokenizer a piece ends
         after a word, with another one before an `<|endoftext|>`. Raises ValueError, naming the text, if a piece would
         have more than 2^27 characters.
         """
-        is_marked = separator == DOCUMENT_END
-        cut = _MARKED_DOCUMENT if is_marked and self._cut != _WORD else self._cut
+        cut, encode = self._cut, self._encode_batch
+        if separator is not None:
+            document_end = re.compile(f"({re.escape(separator)})")
+            cut = cut if cut == _WORD else document_end
+            encode = functools.partial(self._encode_parts, separator)
         pieces = split_pieces(blocks, cut=cut, longest_piece=_LONGEST_PIECE, name=name)
-        if is_marked:
-            pieces = (part for piece in pieces for part in re.split(f"({DOCUMENT_END})", piece))
-        encode = self._encode_marked if is_marked else self._encode_batch
+        if separator is not None:
+            pieces = (part for piece in pieces for part in document_end.split(piece))
         batch: list[str] = []
         batch_chars = 0
         for piece in itertools.islice(pieces, first, None):
@@ -340,9 +345,9 @@ class Tokenizer:
         for encoding in self._tokenizer.encode_batch_fast([*map(self._with_own_end, batch)], add_special_tokens=False):
             yield encoding.ids
 
-    def _encode_marked(self, parts: list[str]) -> Iterator[list[int]]:
+    def _encode_parts(self, separator: str, parts: list[str]) -> Iterator[list[int]]:
         for part, encoding in zip(parts, self._literal.encode_batch_fast(parts, add_special_tokens=False), strict=True):
-            yield [self.end_of_text_id] if part == DOCUMENT_END else encoding.ids
+            yield [self.end_of_text_id] if part == separator else encoding.ids
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:

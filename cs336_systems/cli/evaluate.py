@@ -23,7 +23,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = make_parser("evaluate", "Measure a trained model on a text or on standard tasks.")
     parser.add_argument("run", type=str, help="Run folder, checkpoint or Hugging Face folder.")
     parser.add_argument("--text", type=str, default=None,
-                        help="UTF-8 file to predict. <|endoftext|> separates its documents.")  # fmt: skip
+                        help="UTF-8 file to predict. <|endoftext|> separates its documents. Other special tokens are "
+                        "text, unless they were tokens in the run's training text.")  # fmt: skip
     parser.add_argument("--tasks", type=str, default=None,
                         help="Tasks of lm_eval to do, such as hellaswag,arc_easy, or their YAML files.")  # fmt: skip
     parser.add_argument("--context_length", type=int, default=None,
@@ -40,6 +41,8 @@ def evaluate(arguments: Sequence[str]) -> int:
         raise ValueError("text and tasks: one of them must be given")
     if options.out is not None and not Path(options.out).resolve().parent.is_dir():
         raise ValueError(f"out is {options.out}: its folder does not exist")
+    if options.out is not None and Path(options.out).is_dir():
+        raise ValueError(f"out is {options.out}, a folder: it must be a JSON file to write")
     from ..training.launch import call_in_processes, check_devices, device_of_rank
     from ..training.load import load_model
 
@@ -59,12 +62,17 @@ def evaluate(arguments: Sequence[str]) -> int:
 def _on_text(options: Any, loaded: "LoadedModel", device: "torch.device", length: int) -> dict[str, Any]:
     from cs336_basics.tokenizer import documents_of, read_utf8
 
+    from ..training.documents import is_plain
     from ..training.evaluate import Score, score_documents
 
+    if not is_plain(options.text):
+        raise ValueError(f"text is {options.text}: it must be a text file, not records, compressed or a folder")
     stride = max(1, length // 2) if options.stride is None else options.stride
     model, tokenizer = loaded.build(device), tokenizer_of(loaded)
     documents = documents_of(read_utf8(options.text))
-    scores = score_documents(model, tokenizer, documents, length, stride, options.batch_size)
+    # As in the run's training text; a Hugging Face folder has no such setting.
+    special = loaded.manifest.config.get("data", {}).get("special_tokens_in_text", False)
+    scores = score_documents(model, tokenizer, documents, length, stride, options.batch_size, special)
     total = sum(scores, Score())
     if not total.tokens:
         raise ValueError(f"text is {options.text}: it must have text besides <|endoftext|>")

@@ -56,7 +56,7 @@ class DataConfig:
     text_field: str = "text"
     """Field of .jsonl and .parquet records, or column of a dataset, that has the text."""
     special_tokens_in_text: bool = False
-    """Whether <|endoftext|> and other special tokens in records and datasets are tokens, not text. In text files
+    """Whether <|endoftext|> and other special tokens in texts, records and datasets are tokens, not text. In text files
     <|endoftext|> always separates documents."""
     hf_path: str | None = None
     """Dataset to train on, for source hf: its name on the Hugging Face Hub, or a local folder or file."""

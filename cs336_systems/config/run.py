@@ -162,7 +162,8 @@ class TrainConfig:
     validation_interval: int = 100
     """Validate every this many steps and after the last step. 0: only after the last."""
     validation_sequences: int = 256
-    """Sequences per validation, from the start of the validation file."""
+    """Sequences per validation, from the start of the validation file. Those left over by whole batches of all
+    processes are not used."""
     skip_nonfinite: bool = False
     """Skip and count steps with a non-finite loss or gradient instead of stopping."""
     seed: int = 0

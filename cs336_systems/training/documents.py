@@ -6,6 +6,7 @@
 import contextlib
 import gzip
 import importlib
+import io
 import itertools
 import json
 import logging
@@ -36,7 +37,7 @@ Records = Iterable[tuple[str, str | None, Any]]
 def is_plain(name: str) -> bool:
     """Whether a name is of one file that is text as it is, with `<|endoftext|>` between its documents."""
     path = Path(name)
-    return not path.is_dir() and not _is_pattern(path) and path.suffix not in (*_RECORDS, *_COMPRESSED)
+    return not path.is_dir() and not _is_pattern(path) and path.suffix.lower() not in (*_RECORDS, *_COMPRESSED)
 
 
 def find_files(name: str, field: str) -> list[Path]:
@@ -143,7 +144,9 @@ def _is_pattern(path: Path) -> bool:
 
 
 def _kind(file: Path) -> str:
-    return Path(file.stem).suffix if file.suffix in _COMPRESSED else file.suffix
+    """The suffix in small letters, without that of a compression."""
+    name = Path(file.name.lower())
+    return Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
 
 
 def _records(file: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
@@ -159,10 +162,10 @@ def _records(file: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
             texts = (value for batch in table.iter_batches(columns=[text_field]) for value in batch[0].to_pylist())
             yield from ((i, value if isinstance(value, str) else None) for i, value in enumerate(texts, 1))
         return
-    opened: Any = _open(file)
-    with _naming(file, "UTF-8 text"), opened:
+    with _naming(file, "UTF-8 text"), _open(file) as opened:
         if _kind(file) not in _RECORDS:
-            yield from enumerate(documents_of(iter(lambda: opened.read(1 << 20), "")), 1)
+            text = io.TextIOWrapper(opened, encoding="utf-8-sig")
+            yield from enumerate(documents_of(iter(lambda: text.read(1 << 20), "")), 1)
             return
         for i, line in enumerate(opened, 1):
             if line.strip():
@@ -173,22 +176,22 @@ def _records(file: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
 def _naming(file: Path, kind: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # those of gzip, zstandard and pyarrow have no common base
+    except Exception as error:  # those of gzip and pyarrow have no common base
         raise ValueError(f"{file} cannot be read as {kind}: {error}") from error
 
 
 def _open(file: Path) -> Any:
-    """Open a text, which may begin with a byte-order mark, as on Windows."""
-    if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig")
-    if file.suffix == ".zst":
-        return _package("zstandard", file).open(file, "rt", encoding="utf-8-sig")
-    return file.open(encoding="utf-8-sig")
+    """The bytes of a text. A compressed one that breaks off raises an error when it is read to there."""
+    if file.suffix.lower() == ".gz":
+        return gzip.open(file)
+    if file.suffix.lower() == ".zst":
+        return io.BufferedReader(_package("pyarrow", file).input_stream(str(file), compression="zstd"))
+    return file.open("rb")
 
 
-def _text_of(line: str, text_field: str) -> str | None:
+def _text_of(line: bytes, text_field: str) -> str | None:
     try:
-        record = json.loads(line)
+        record = json.loads(line)  # may begin with a byte-order mark, as on Windows
     except (ValueError, RecursionError):
         return None
     text = record.get(text_field) if isinstance(record, dict) else None

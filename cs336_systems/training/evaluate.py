@@ -63,9 +63,11 @@ def score_documents(
     context_length: int,
     stride: int,
     batch_size: int = 4,
+    special_tokens: bool = False,
 ) -> list[Score]:
     """The score of each document that has tokens, in windows of the context length, by all ranks together.
 
+    special_tokens: whether those in a document are tokens; otherwise they are text.
     Raises ValueError for a context_length that the model lacks, and for a stride that is not from 1 to it.
     """
     if not 1 <= context_length <= model.context_length:
@@ -74,12 +76,14 @@ def score_documents(
     if not 1 <= stride <= context_length:
         raise ValueError(f"stride is {stride}: it must be from 1 to the context_length, {context_length}")
 
+    encode = tokenizer.encode if special_tokens else tokenizer.encode_document
+
     def score_own(documents: Iterable[str]) -> list[Score]:
         scores: list[Score] = []
 
         def windows_of_all() -> Iterator[tuple[Score, Window]]:
             for document in documents:
-                ids = [tokenizer.end_of_text_id, *tokenizer.encode(document)]
+                ids = [tokenizer.end_of_text_id, *encode(document)]
                 scores.append(Score(tokens=len(ids) - 1, bytes=len(document.encode())))
                 yield from ((scores[-1], window) for window in windows(ids, context_length, stride))
 

@@ -144,6 +144,7 @@ def _make_tokens_from_text(config: RunConfig, before_making: BeforeMaking) -> No
     tokenizer = Tokenizer.load(tokenizer_path)
     for text, path in ((train_text, train_path), (valid_text, valid_path)):
         inputs = {"text": text.fingerprint, "tokenizer": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+        inputs["special_tokens"] = text.special_tokens
         make = functools.partial(_encode, tokenizer, tokenizer_path, text, path, inputs)
         check = before_making if path == train_path else None
         run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), before_making=check)
@@ -171,7 +172,8 @@ def _encode(tokenizer: Tokenizer, tokenizer_path: Path, text: TextSpan, path: Pa
     def tokens_from(first: int) -> Iterator[list[int]]:
         if first:
             logger.info("tokens: %s pieces of the text are here already", f"{first:,}")
-        return tokenizer.encode_stream(text.blocks(), f"{text.name} {text.path}", text.separator, first)
+        separator = None if text.special_tokens else text.separator
+        return tokenizer.encode_stream(text.blocks(), f"{text.name} {text.path}", separator, first)
 
     made_with = dict(tokenizer_sha256=tokenizer.sha256, source=str(text.path))
     info = write_tokens(path, tokens_from, tokenizer.vocab_size, **made_with, inputs=inputs)

@@ -34,6 +34,7 @@ class TextSpan:
     """Bytes `start` to `end` of a text file (None: to its end), with the hash of the whole file.
 
     name: what messages call the file, such as the field that names it. separator: stands between its documents.
+    special_tokens: whether those in it are tokens; otherwise they are text, but for the separator.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class TextSpan:
     end: int | None = None
     name: str = "text file"
     separator: str = END_OF_TEXT
+    special_tokens: bool = False
 
     def blocks(self) -> Iterator[str]:
         """The text, in pieces of about a megabyte."""
@@ -89,7 +91,7 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
 def _users_text(data: DataConfig, name: str, field: str, output: Path) -> TextSpan:
     """The user's text: the file itself, or one made of several files or of records."""
     if is_plain(name):
-        return _whole_text(Path(name), field)
+        return replace(_whole_text(Path(name), field), special_tokens=data.special_tokens_in_text)
     files = find_files(name, field)
     inputs = {"files": _hashes(files)}
     return _gathered(data, inputs, functools.partial(read_files, files, data.text_field), field, name, output)
@@ -115,7 +117,7 @@ def _gathered(
     separator = END_OF_TEXT if data.special_tokens_in_text else DOCUMENT_END
     inputs |= {"text_field": data.text_field, "separator": separator}
     run_stage(data, "text", output, inputs, lambda: write_documents(read, f"{field} {name}", output, inputs))
-    return _whole_text(output, field, separator)
+    return replace(_whole_text(output, field, separator), special_tokens=data.special_tokens_in_text)
 
 
 def _whole_text(path: Path, name: str, separator: str = END_OF_TEXT) -> TextSpan:

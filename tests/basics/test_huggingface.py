@@ -357,6 +357,7 @@ def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place
         ("num_key_value_heads", 2, r"k_proj.weight has shape \(64, 64\), and config.json means \(32, 64\)"),
         ("attention_bias", True, "attention_bias is True"),
         ("mlp_bias", True, "mlp_bias is True"),
+        ("tie_word_embeddings", True, "tie_word_embeddings is True, but lm_head.weight is not model.embed_tokens"),
         ("quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}, and only None can be imported"),
         ("hidden_size", "64", "hidden_size is '64': it must be an integer$"),
         ("num_attention_heads", None, "num_attention_heads is None: it must be an integer$"),

@@ -183,20 +183,22 @@ def test_a_stream_encodes_as_the_whole_for_the_tokenizers_of_others(
 @settings(max_examples=100, deadline=None)
 @given(documents=st.lists(foreign_text, max_size=4), block=st.integers(1, 40), piece_chars=st.integers(1, 8))
 @example(documents=[f"go{END_OF_TEXT}\ngo", "foo<|im|>"], block=3, piece_chars=1)
-def test_special_tokens_in_marked_documents_are_text(pre_tokenizer, documents, block, piece_chars):
+@pytest.mark.parametrize("separator", [DOCUMENT_END, END_OF_TEXT])
+def test_special_tokens_between_separators_are_text(pre_tokenizer, separator, documents, block, piece_chars):
+    documents = [document.replace(separator, "") for document in documents]
     library = foreign(pre_tokenizer, "plain", "others")
     literal = LibraryTokenizer.from_str(library.to_str())
     literal.encode_special_tokens = True
     expected = []
     for document in documents:
         expected += [*literal.encode(document, add_special_tokens=False).ids, library.token_to_id(END_OF_TEXT)]
-    text = "".join(document + DOCUMENT_END for document in documents)
+    text = "".join(document + separator for document in documents)
     with small_pieces(piece_chars):
         blocks = [text[i : i + block] for i in range(0, len(text), block)]
-        pieces = list(Tokenizer(library).encode_stream(blocks, separator=DOCUMENT_END))
+        pieces = list(Tokenizer(library).encode_stream(blocks, separator=separator))
         assert [i for ids in pieces for i in ids] == expected
         first = len(pieces) // 2
-        assert list(Tokenizer(library).encode_stream(blocks, separator=DOCUMENT_END, first=first)) == pieces[first:]
+        assert list(Tokenizer(library).encode_stream(blocks, separator=separator, first=first)) == pieces[first:]
 
 
 def test_marked_documents_without_a_space_are_cut_between_them():

@@ -11,10 +11,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
 from cs336_basics import files
-from cs336_basics.tokenizer import DOCUMENT_END, END_OF_TEXT
+from cs336_basics.tokenizer import DOCUMENT_END, END_OF_TEXT, Tokenizer
 from cs336_systems.config.run import DataConfig
 from cs336_systems.training import documents
 from cs336_systems.training.documents import Records, find_files, is_plain, read_dataset, read_files, write_documents
@@ -39,6 +38,10 @@ def collect(read: Callable[[Any], Records], output: Path, seed: int = 0) -> None
     write_documents(read, "it", output, {"text_field": "text", "separator": DOCUMENT_END, "seed": seed})
 
 
+def zstd(text: str) -> bytes:
+    return pyarrow.compress(text.encode(), "zstd", asbytes=True)
+
+
 def write(folder: Path, kind: str) -> Path:
     path = folder / f"in.{kind}"
     plain = "\n" + lines(TEXTS)
@@ -46,16 +49,18 @@ def write(folder: Path, kind: str) -> Path:
         pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": TEXTS}), path, row_group_size=2)
     elif kind == "bom.jsonl":
         path.write_text(plain.lstrip(), encoding="utf-8-sig")
-    elif kind.endswith("gz"):
+    elif kind.lower().endswith("gz"):
         path.write_bytes(gzip.compress(plain.encode()))
     elif kind.endswith("zst"):
-        path.write_bytes(zstandard.compress(plain.encode()))
+        path.write_bytes(zstd(plain))
     else:
         path.write_text(plain)
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "bom.jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "bom.jsonl", "ndjson", "JSONL", "jsonl.gz", "JSONL.GZ", "jsonl.zst", "parquet"]
+)
 def test_each_record_is_a_document(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, kind)
     assert not is_plain(str(path))
@@ -65,10 +70,10 @@ def test_each_record_is_a_document(kind: str, tmp_path: Path) -> None:
 
 def test_a_folder_and_a_pattern_give_their_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
-    for name, text in (("a.txt", END_OF_TEXT.join(TEXTS[:2])), ("b/1.txt", TEXTS[2])):
+    for name, text in (("a.TXT", END_OF_TEXT.join(TEXTS[:2])), ("b/1.txt", TEXTS[2])):
         (tmp_path / name).write_text(text)
     (tmp_path / "picture.png").write_bytes(b"\xff")
-    for name in (str(tmp_path), f"{tmp_path}/**/*.txt"):
+    for name in (str(tmp_path), f"{tmp_path}/**/*.[tT]*"):
         assert not is_plain(name)
         gather(name, tmp_path / "out")
         assert (tmp_path / "out").read_text() == JOINED
@@ -91,11 +96,11 @@ def test_what_cannot_be_in_the_text_is_replaced(tmp_path: Path) -> None:
 
 def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out.txt"
-    path.write_text(lines(["good"] * 200) + "{\n" + lines([None]))
+    path.write_bytes((lines(["good"] * 300) + "{\n" + lines([None])).encode() + b'{"text": "caf\xe9"}\n')
     with caplog.at_level(logging.WARNING):
         gather(str(path), out)
-    assert "2 of 202 records have no text in 'text': " in caplog.text
-    assert f"{path}, record 201; {path}, record 202" in caplog.text
+    assert "3 of 303 records have no text in 'text': " in caplog.text
+    assert f"{path}, record 301; {path}, record 302; {path}, record 303" in caplog.text
     path.write_text(lines(["good"] * 20) + "[]\n")
     with pytest.raises(
         ValueError, match=rf"1 of 21 records have no text in 'text': {path}, record 21 \(data.text_field"
@@ -111,6 +116,9 @@ def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pyte
         ("txt.gz", gzip.compress(b"the cat", mtime=0)[:-4]),
         ("txt.gz", gzip.compress(b"the cat", mtime=0)[:12] + b"another block"),
         ("jsonl.zst", b"no zstandard"),
+        ("txt.zst", zstd("the cat")[:-1]),
+        ("jsonl.zst", zstd(lines(TEXTS * 100_000))[:-1]),
+        ("jsonl.zst", zstd(lines(TEXTS)) + zstd(lines(TEXTS))[:-1]),
         ("parquet", b"no Parquet"),
     ],
 )
@@ -163,6 +171,25 @@ def test_special_tokens_in_records_are_text_unless_the_user_says_otherwise(are_t
     assert prepared.tokenizer is not None
     ids = [*prepared.train.tolist(), *prepared.valid.tolist()]
     assert prepared.tokenizer.decode(ids) == f"{said}{END_OF_TEXT}" * 8
+    assert ids.count(prepared.tokenizer.end_of_text_id) == (8 * 41 if are_tokens else 8)
+
+
+@pytest.mark.parametrize("are_tokens", [False, True])
+@pytest.mark.parametrize("name", ["texts/in.txt", "texts"])
+def test_special_tokens_in_a_text_are_text_unless_the_user_says_otherwise(
+    name: str, are_tokens: bool, tmp_path: Path
+) -> None:
+    Tokenizer.train(["a slip of HTML. " * 50], 270).save(tmp_path / "gpt2.json")
+    theirs = tmp_path / "theirs.json"
+    theirs.write_text((tmp_path / "gpt2.json").read_text().replace(END_OF_TEXT, "</s>"))
+    (tmp_path / "texts").mkdir()
+    said = "a <s>slip</s> of HTML. " * 40
+    (tmp_path / "texts/in.txt").write_text(END_OF_TEXT.join([said] * 8) + END_OF_TEXT)
+    data = dict(source="text", train_text=str(tmp_path / name), data_dir=str(tmp_path / "data"), tokenizer=str(theirs))
+    prepared = prepare_data(make_config(tmp_path, data=data | dict(special_tokens_in_text=are_tokens)))
+    assert prepared.tokenizer is not None
+    ids = [*prepared.train.tolist(), *prepared.valid.tolist()]
+    assert prepared.tokenizer.decode(ids) == f"{said}</s>" * 8
     assert ids.count(prepared.tokenizer.end_of_text_id) == (8 * 41 if are_tokens else 8)
 
 

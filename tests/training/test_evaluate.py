@@ -48,6 +48,18 @@ def test_every_token_is_predicted_once_from_what_its_window_shows(
         assert score.nats == pytest.approx(nats, rel=1e-5)
 
 
+@pytest.mark.parametrize("are_tokens", [False, True])
+def test_special_tokens_in_a_document_are_what_the_caller_says(
+    are_tokens: bool, model: TransformerLM, tokenizer: Tokenizer
+) -> None:
+    text = "the<|endoftext|>cat"
+    ids = tokenizer.encode(text) if are_tokens else tokenizer.encode_document(text)
+    assert (tokenizer.end_of_text_id in ids) == are_tokens
+    assert tokenizer.decode(ids) == text
+    [score] = score_documents(model, tokenizer, [text], 8, 8, special_tokens=are_tokens)
+    assert score.tokens == len(ids)
+
+
 @given(st.integers(1, 40), st.integers(1, 10), st.data())
 def test_windows_count_each_token_once(count: int, length: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, length))
@@ -101,6 +113,10 @@ def test_the_command_prints_the_rates_and_writes_every_document_also_on_two_rank
         assert score == pytest.approx(one_score, rel=1e-5)
     assert [two.pop(name) for name in ("model", "text")] == [written.pop(name) for name in ("model", "text")]
     assert two == pytest.approx(written, rel=1e-5)
+    (tmp_path / "text.jsonl").write_text('{"text": "the cat"}')  # no model should predict its braces
     (tmp_path / "empty.txt").write_text("<|endoftext|>")
+    for wrong in ([run, "--text", tmp_path / "text.jsonl"], [run, "--text", text, "--out", tmp_path]):
+        with pytest.raises(ValueError, match=rf"(text|out) is {wrong[-1]}.* it must be a (text|JSON) file"):
+            run_command("evaluate", [*map(str, wrong), "--device", "cpu"])
     with pytest.raises(ValueError, match=r"text is .*empty.txt: it must have text besides"):
         run_command("evaluate", [run, "--text", str(tmp_path / "empty.txt"), "--device", "cpu"])
