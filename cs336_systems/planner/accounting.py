@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from cs336_basics.shape import ModelShape
 
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: of everything but the inputs of products
 PLAIN_ATTENTION = ("naive", "scaled_dot_prod_attention")
 """Attention kernels that keep all scores in memory, by registered name."""
 FLASH_ATTENTION = ("auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "flash_triton", "flash_triton_simple",

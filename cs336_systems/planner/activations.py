@@ -128,7 +128,7 @@ def activation_sections(job: Job) -> list[Section]:
     stream = (
         Term("in single precision", f"B N d x 4 = {b} x {n} x {d} x 4", single),
         Term("the same in MB of 1024^2", f"{single:,} / 1024^2", single / 2**20, "MB"),
-        *([Term(f"in {job.precision}", f"B N d x {job.number_bytes}", own)] if own != single else []),
+        *([Term(f"in {job.computing}", f"B N d x {job.number_bytes}", own)] if own != single else []),
     )
     terms = [Term(name, "", size) for name, size in block_parts(job).items()]
     scores = 4 * b * s.num_heads * n * n

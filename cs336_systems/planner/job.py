@@ -54,8 +54,8 @@ class Job:
     """The model; its context_length is the length of the sequences."""
     batch_size: int = 4
     """Sequences per GPU."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of computation."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
+    """Type of computation. fp8: bf16 with FP8 products in the blocks."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights that are updated, and of the optimizer's state."""
     attention: str = "flash"
@@ -99,7 +99,7 @@ class Job:
         require_at_least(self, "", 1, "batch_size", "world_size", "loss_chunk_tokens")
         self._check_shape()
         narrow, budget = self.weight_dtype == "bf16", self.compile_memory_budget
-        accepted = not narrow or self.precision == "bf16"
+        accepted = not narrow or self.computing == "bf16"
         require(accepted, "weight_dtype", "bf16", f"fp32 with precision {self.precision!r}")
         require(not (self.fused and narrow), "fused", True, "false with weight_dtype 'bf16'")
         require(not (self.muon and narrow), "muon", True, "false with weight_dtype 'bf16'")
@@ -134,6 +134,16 @@ class Job:
         return self.batch_size * self.shape.context_length
 
     @property
+    def computing(self) -> str:
+        """Type of everything but the inputs of products."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def rounds_weights_once(self) -> bool:
+        """Whether FP8 weights are kept for the step. Where each rank has a part of a weight, each use rounds it."""
+        return self.precision == "fp8" and not self.is_sharded and self.strategy not in NEED_FLOAT32
+
+    @property
     def number_bytes(self) -> int:
         """c: bytes per number in the output of a matrix product."""
         return NUMBER_BYTES[self.precision]
@@ -151,7 +161,7 @@ class Job:
     @property
     def weight_dtypes(self) -> dict[str, str]:
         """Types of the model's weights, for each of KINDS."""
-        matrices = self.precision if self.has_masters else self.weight_dtype
+        matrices = self.computing if self.has_masters else self.weight_dtype
         head = self.weight_dtype if self.shape.tie_embeddings else matrices
         return {"blocks": matrices, "head": head, "others": self.weight_dtype}
 

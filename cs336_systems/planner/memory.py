@@ -83,6 +83,9 @@ def constant_terms(job: Job) -> list[Term]:
     packed = job.shard_optimizer and job.world_size > 1
     value = bytes_of_kinds(s, weights)[2] if packed else parameter_bytes(s, weights, w)
     terms = [_of_all_weights("weights", weights, job, w, value)]
+    if job.rounds_weights_once:
+        once = {"blocks": 1, "head": 0, "others": 0}
+        terms.append(_of_all_weights("weights in FP8", once, job, 1, parameter_bytes(s, once)))
     if job.optimizer:
         if job.has_masters:
             masters = {"blocks": b, "head": b, "others": 0}

@@ -53,7 +53,7 @@ SCORES_PASSES = {False: (10, 13), True: (4, 7)}
 # smaller tiles load each operand more often. In float32, where products take over ten times as long, libraries choose
 # smaller tiles for results that few large ones would cover. The shares are assumed; see docs/log.md, Planner.
 _LARGE = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.0))
-TILES = {2: _LARGE, 4: (*_LARGE, (128, 64, 0.95), (64, 128, 0.95), (64, 64, 0.85))}
+TILES = {1: _LARGE, 2: _LARGE, 4: (*_LARGE, (128, 64, 0.95), (64, 128, 0.95), (64, 64, 0.85))}
 
 
 def products(job: Job) -> Iterator[tuple[int, tuple[int, int, int]]]:
@@ -88,19 +88,45 @@ def rounded_up(m: int, n: int, multiprocessors: int, number_bytes: int = 2) -> f
 
 
 def product_seconds(m: int, n: int, k: int, number_bytes: int, card: Card) -> float:
-    """The longer of 2 M N K operations, rounded up, and c (M K + K N + M N) bytes (roofline, Williams et al. 2009)."""
-    rate = card.matmul if number_bytes == 2 else card.matmul_fp32
+    """The longer of 2 M N K operations, rounded up, and c (M K + K N + M N) bytes (roofline, Williams et al. 2009).
+
+    number_bytes: c. 1 is for FP8 inputs and 16-bit results, at twice the rate of 16-bit inputs.
+    """
+    rate = {1: 2 * card.matmul, 2: card.matmul, 4: card.matmul_fp32}[number_bytes]
     operations = 2 * m * n * k / rate * rounded_up(m, n, card.multiprocessors, number_bytes)
-    return max(operations, number_bytes * (m * k + k * n + m * n) / card.bandwidth)
+    return max(operations, (number_bytes * (m * k + k * n) + max(2, number_bytes) * m * n) / card.bandwidth)
 
 
 def products_seconds(job: Job, card: Card) -> tuple[float, float]:
-    """Seconds of all products with weights, in the forward pass and in the backward pass."""
+    """Seconds of all products with weights, in the forward pass and in the backward pass.
+
+    With FP8, the blocks' outputs and gradients of inputs come from FP8 products.
+    """
     forward = backward = 0.0
-    for count, sizes in products(job):
-        forward += count * product_seconds(*sizes, job.number_bytes, card)
-        backward += count * sum(product_seconds(*g, job.number_bytes, card) for g in gradients_of(*sizes))
+    *blocks, head = products(job)
+    narrow = 1 if job.precision == "fp8" else job.number_bytes
+    for (count, sizes), size in (*((each, narrow) for each in blocks), (head, job.number_bytes)):
+        of_input, of_weight = gradients_of(*sizes)
+        forward += count * product_seconds(*sizes, size, card)
+        backward += count * product_seconds(*of_input, size, card)
+        backward += count * product_seconds(*of_weight, job.number_bytes, card)
     return forward, backward
+
+
+def rounding_bytes(job: Job) -> tuple[int, int]:
+    """Bytes that rounding to FP8 reads and writes in all layers: in a forward pass, and the rest of a step.
+
+    A tensor is read for its largest number, read again and written: 5 bytes a number. In a forward pass that are the
+    inputs of products (q, k and v share one, and so do w1 and w3), then the gradients of their outputs. Weights are
+    rounded once, or at both uses, and one of the uses transposes them, 2 bytes more.
+    """
+    if job.precision != "fp8":
+        return 0, 0
+    s, t, (of_q, of_k) = job.shape, job.tokens, widths(job.shape)
+    inputs = t * (2 * s.d_model + of_q + s.d_ff)
+    outputs = t * (of_q + 2 * of_k + 2 * s.d_model + 2 * s.d_ff)
+    weights = block_matrices(s) * (7 if job.rounds_weights_once else 12)
+    return 5 * s.num_layers * inputs, s.num_layers * (5 * outputs + weights)
 
 
 def elementwise_bytes(job: Job) -> tuple[int, int]:
@@ -188,7 +214,7 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     # In float32, types are not mixed.
     rate = card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
     small = [layers * size / rate for size in elementwise_bytes(job)]
-    w = job.weight_parts
+    w, rounding = job.weight_parts, rounding_bytes(job)
     cast = nm if NUMBER_BYTES[job.weight_dtypes["blocks"]] == 4 else job.casts_head * s.vocab_size * s.d_model
     casts = 12 * cast / w if job.number_bytes == 2 else 0
     loss_numbers = (4 if job.compile else 40) * job.number_bytes // 2
@@ -202,12 +228,14 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
         Term("products, backward", f"4 N_m T = {2 * operations / 1e12:.4g} TFLOP, in tiles and waves", backward, "s"),
         Term("attention", attention_working, attention_forward + attention_backward, "s"),
         Term("elementwise", _by_rate(elementwise, rate), sum(small), "s"),
+        *([_through_memory("rounding to FP8", "5 and 7 bytes a number", sum(rounding), card)] if sum(rounding) else []),
         _through_memory("casts of weights and gradients", f"12 {'N_m' if cast == nm else 'V d'}{over(w)}", casts, card),
         _through_memory("loss", loss_formula, loss, card),
     ]
     recomputed = layers - kept_blocks(job)[0]
     if recomputed:
-        once = {"products": forward, "attention": attention_forward, "elementwise": small[0]}
+        again = small[0] + rounding[0] / card.bandwidth
+        once = {"products": forward, "attention": attention_forward, "elementwise": again}
         if job.keeps_attention:
             del once["attention"]
         a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once.values())
@@ -384,7 +412,7 @@ def step_sections(job: Job, card: Card) -> list[Section]:
     """
     known = [precision for precision in NUMBER_BYTES if card.peak(precision) is not None]
     accepted = f"{' or '.join(known)}, which a {card.name} has"
-    require(not known or job.precision in known, "precision", job.precision, accepted)
+    require(not known or job.computing in known, "precision", job.precision, accepted)
     s, t = job.shape, job.tokens
     n, nm, flops = num_parameters(s), matmul_parameters(s), training_flops(s, job.batch_size, s.context_length)
     d, layers = s.d_model, s.num_layers
@@ -428,7 +456,7 @@ def step_sections(job: Job, card: Card) -> list[Section]:
         Term("tokens/s a GPU", f"{t:,} / {step * 1e3:.4g} ms", t / step, ""),
         Term("rate", f"{flops / 1e12:.4g} TFLOP / {step * 1e3:.4g} ms", flops / step, "FLOP/s"),
     ]
-    if (peak := card.peak(job.precision)) is not None:
+    if (peak := card.peak(job.computing)) is not None:
         rates.append(Term("MFU", f"of the datasheet's {peak / 1e12:g} TFLOP/s", flops / step / peak, "share"))
     time = Section(f"Time on {card.name}, {job.world_size} GPU{'s' * (job.world_size > 1)}", tuple(terms))
     return [Section("Counts of a step, a GPU", tuple(counts)), time, Section("Rates", tuple(rates))]
