@@ -412,7 +412,7 @@ def step_sections(job: Job, card: Card) -> list[Section]:
     """
     known = [precision for precision in NUMBER_BYTES if card.peak(precision) is not None]
     accepted = f"{' or '.join(known)}, which a {card.name} has"
-    require(not known or job.computing in known, "precision", job.precision, accepted)
+    require(not known or job.precision in known, "precision", job.precision, accepted)
     s, t = job.shape, job.tokens
     n, nm, flops = num_parameters(s), matmul_parameters(s), training_flops(s, job.batch_size, s.context_length)
     d, layers = s.d_model, s.num_layers

@@ -68,6 +68,7 @@ DATASHEETS = {
     "bf16": {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
              "NVIDIA B200": 2250, "NVIDIA GB200": 2500, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA L4": 121,
              "NVIDIA L40S": 362, "NVIDIA A10G": 70, "NVIDIA GeForce RTX 4090": 165},
+    "fp8": {"NVIDIA H100 80GB HBM3": 1979, "NVIDIA L40S": 733},
     "tf32": {"NVIDIA H200": 494},
     "fp32": {"NVIDIA H200": 67, "NVIDIA GeForce RTX 3090": 35.6},
     "fp16": {"NVIDIA A100-PCIE-40GB": 312, "Tesla T4": 65, "Tesla V100-SXM2-16GB": 125},
@@ -97,7 +98,7 @@ def test_a_part_of_a_card_has_no_peak(name: str) -> None:
     assert peak_flops(name, "fp16") is None
 
 
-@pytest.mark.parametrize("name, precision", [("Tesla T4", "bf16"), ("Tesla V100-SXM2-16GB", "tf32"), ("H200", "fp8")])
+@pytest.mark.parametrize("name, precision", [("Tesla T4", "bf16"), ("Tesla V100-SXM2-16GB", "tf32"), ("A100", "fp8")])
 def test_a_precision_that_the_device_lacks_has_no_peak(name: str, precision: str) -> None:
     assert peak_flops(name, precision) is None
 
