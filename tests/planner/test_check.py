@@ -66,6 +66,25 @@ def largest(pairs: Any) -> float:
     return max(errors)
 
 
+def test_attention_rates_of_the_h100_are_those_of_its_rows() -> None:
+    rates: dict[int, list[float]] = {}
+    for row in rows("../h100/attention/kernels"):
+        batch, heads, length, size = row.config["shape"]
+        if row.variant == "flash_triton" and row.config["is_causal"] and length in (4096, 16384):
+            operations = 3.5 * 2 * batch * heads * length**2 * size
+            rates.setdefault(length, []).append(operations / row.metrics["forward_backward_ms"]["p50"] * 1e3)
+    assert {length: len(found) for length, found in rates.items()} == {4096: 2, 16384: 2}
+    for length, found in rates.items():
+        assert CARDS["H100"].attention_rate(length) == pytest.approx(sum(found) / 2, rel=0.01)
+
+
+def test_the_8b_step_on_two_h100_within_four_per_cent() -> None:
+    (row,) = rows("../h100/leaderboard-2026")
+    found = compare(row)
+    assert abs(error(found.seconds) or 1) < 0.04
+    assert abs(error(found.memory) or 1) < 0.01
+
+
 def test_the_documents_say_how_far_off_the_rows_are() -> None:
     design = " ".join((RESULTS.parents[1] / "docs/design.md").read_text().split())
     names = [str(file.relative_to(RESULTS).with_suffix("")) for file in sorted(RESULTS.rglob("*.jsonl"))]
