@@ -228,13 +228,18 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
         Term("products, backward", f"4 N_m T = {2 * operations / 1e12:.4g} TFLOP, in tiles and waves", backward, "s"),
         Term("attention", attention_working, attention_forward + attention_backward, "s"),
         Term("elementwise", _by_rate(elementwise, rate), sum(small), "s"),
-        *([_through_memory("rounding to FP8", "5 and 7 bytes a number", sum(rounding), card)] if sum(rounding) else []),
+        *(
+            [_through_memory("rounding to FP8", "5 bytes a number, and of weights more", sum(rounding), card)]
+            if sum(rounding)
+            else []
+        ),
         _through_memory("casts of weights and gradients", f"12 {'N_m' if cast == nm else 'V d'}{over(w)}", casts, card),
         _through_memory("loss", loss_formula, loss, card),
     ]
     recomputed = layers - kept_blocks(job)[0]
     if recomputed:
-        again = small[0] + rounding[0] / card.bandwidth
+        weights = 0 if job.rounds_weights_once or not sum(rounding) else 5 * layers * block_matrices(s)
+        again = small[0] + (rounding[0] + weights) / card.bandwidth
         once = {"products": forward, "attention": attention_forward, "elementwise": again}
         if job.keeps_attention:
             del once["attention"]

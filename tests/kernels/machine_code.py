@@ -21,7 +21,7 @@ def _unset_in(kernel: str) -> list[str]:
             labels[label[1]] = len(code)
         elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@\S+ )?(\S+)(.*?) *;", line):
             operands = [x.strip() for x in re.split(r",(?![^\[]*\])", found[3])]
-            code.append((found[2], operands, bool(found[1]) or operands[0].startswith("UP")))
+            code.append((found[2], operands, bool(found[1]) or "UP" in operands[0]))
     known: list[set[str] | None] = [None] * len(code)  # None: no way to it was followed yet
     unset: dict[int, bool] = {}
     ways = [0] if code else []
@@ -31,13 +31,17 @@ def _unset_in(kernel: str) -> list[str]:
         before = known[at] or set()
         result = re.fullmatch(r"UR(\d+)", operands[0])
         read = set(re.findall(r"\bUR\d+", " ".join(operands[1:] if result else operands)))
-        if opcode.startswith("HGMMA") and operands[1].startswith("R"):  # a left operand in registers has no descriptor
-            first = int(re.sub(r"\D", "", operands[2]))
-            read = {f"UR{first + i}" for i in (2, 3)}
+        if descriptors := re.search(
+            r"gdesc\[UR(\d+)\]", " ".join(operands)
+        ):  # two; a left operand in registers has none
+            first = int(descriptors[1])
+            read = {f"UR{first + i}" for i in ((0, 1, 2, 3) if operands[1].startswith("gdesc") else (2, 3))}
         unset[at] = not before >= read
-        # A result may have two registers. Whether an instruction with a predicate has run is not followed.
-        after = before | ({f"UR{int(result[1]) + i}" for i in (0, 1)} if result else set())
-        follow = [labels[x] for x in re.findall(r"\.L_x_\d+", " ".join(operands))] if opcode in ("BRA", "BRX") else []
+        # Whether an instruction with a predicate has run is not followed.
+        is_wide = re.search(r"WIDE|\.64|LDC", opcode) is not None
+        after = before | ({f"UR{int(result[1]) + i}" for i in range(1 + is_wide)} if result else set())
+        leaves = opcode.startswith(("BRA", "BRX", "CALL"))
+        follow = [labels[x] for x in re.findall(r"\.L_x_\d+", " ".join(operands)) if x in labels] if leaves else []
         if may_pass or opcode not in ("BRA", "BRX", "EXIT"):
             follow.append(at + 1)
         for to in follow:

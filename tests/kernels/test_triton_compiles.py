@@ -28,16 +28,26 @@ def test_every_kernel_compiles_to_the_instructions_it_is_written_for(
     assert ran.stdout.count("compiled") == kernels
 
 
-@pytest.mark.parametrize("is_skipped", [True, False])
-def test_a_register_that_a_skipped_loop_would_have_set_is_named(is_skipped: bool) -> None:
-    skip = "@P0 BRA `(.L_x_1)" if is_skipped else "NOP"
-    loop = (
-        skip,
-        "UIADD3 UR8, UR4, 0x2, URZ",
-        ".L_x_0:",
-        "HGMMA.64x64x16.F32 R24, gdesc[UR8], R24",
-        "@P1 BRA `(.L_x_0)",
-    )
-    lines = ("UMOV UR4, 0x400", *loop, ".L_x_1:", "UMOV UR5, UR8", "EXIT")
-    listing = "\n".join(line if line.endswith(":") else f"        /*0000*/    {line} ;" for line in lines)
-    assert unset_registers(listing) == (["UMOV UR5, UR8"] if is_skipped else [])
+@pytest.mark.parametrize(
+    "skip, sets, reads, is_named",
+    [
+        ("@P0 BRA `(.L_x_1)", "UMOV UR8, UR4", "UMOV UR5, UR8", True),
+        ("NOP", "UMOV UR8, UR4", "UMOV UR5, UR8", False),
+        ("BRA UP0, `(.L_x_1)", "UMOV UR8, UR4", "UMOV UR5, UR8", True),
+        ("BRA.U.ANY `(.L_x_1)", "UMOV UR8, UR4", "UMOV UR5, UR8", True),
+        ("NOP", "UMOV UR8, UR4", "UMOV UR5, UR9", True),
+        ("NOP", "UIADD3.64 UR8, UR4, 0x2, URZ", "UMOV UR5, UR9", False),
+        ("@P0 BRA `(.L_x_1)", "UMOV UR7, UR4", "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24", True),
+        ("@P0 BRA `(.L_x_1)", "UMOV UR7, UR4", "HGMMA.64x64x16.F32 R24, R56, gdesc[UR4], R24", True),
+        ("@P0 BRA `(.L_x_1)", "UMOV UR3, UR4", "HGMMA.64x64x16.F32 R24, R56, gdesc[UR2], R24", False),
+    ],
+)
+def test_a_register_that_a_skipped_loop_would_have_set_is_named(
+    skip: str, sets: str, reads: str, is_named: bool
+) -> None:
+    """Also if it is the second half of a descriptor, and in the second kernel of a listing."""
+    before = ("UMOV UR4, 0x400", "UMOV UR5, URZ", "UMOV UR6, URZ")
+    kernel = (".section .text.name", *before, skip, sets, ".L_x_0:", "@P1 BRA `(.L_x_0)", ".L_x_1:", reads, "EXIT")
+    healthy = (".section .text.other", *before, "EXIT")
+    listing = "\n".join(x if x[0] == "." else f"        /*0000*/    {x} ;" for x in (*healthy, *kernel))
+    assert unset_registers(listing) == ([reads] if is_named else [])

@@ -101,6 +101,22 @@ def test_rounding_to_fp8_by_hand() -> None:
     assert "rounding to FP8" not in parts()
 
 
+def test_recomputed_blocks_round_again_what_is_not_kept() -> None:
+    again = {
+        (precision, strategy): parts(
+            precision=precision, strategy=strategy, world_size=size, activation_checkpointing="block"
+        )
+        for precision in ("bf16", "fp8")
+        for strategy, size in (("none", 1), ("fsdp", 2))
+    }
+    inputs, weights = 48 * 5 * 2048 * 11_200, 48 * 5 * 40_960_000
+    for strategy, rounded in (("none", inputs), ("fsdp", inputs + weights)):
+        job = Job(shape=XL, compile=True, strategy=strategy, world_size=2 if strategy == "fsdp" else 1)
+        faster = products_seconds(job, H200)[0] - products_seconds(replace(job, precision="fp8"), H200)[0]
+        found = again["fp8", strategy]["forward again"] - again["bf16", strategy]["forward again"]
+        assert found == pytest.approx(rounded / 4.3e12 - faster)
+
+
 def test_the_optimizer_moves_28_bytes_a_parameter() -> None:
     # 28 x 1,998,235,200 = 55.95 GB at 4.3 TB/s: 13.01 ms; with its state over 4 GPUs a quarter.
     assert parts()["optimizer"] == pytest.approx(13.01e-3, rel=1e-3)
