@@ -207,8 +207,11 @@ class ParamGroup:
         transfer.wait()
         self._reduce_scatter = None  # drops the input too
         self._reduce_scatter_input.release()
-        for p, gradient in zip(self.trainable, received, strict=True):
-            gradient = gradient[: len(p.shard)].to(p.shard.grad_dtype)
+        gradients = [part[: len(p.shard)] for part, p in zip(received, self.trainable, strict=True)]
+        if any(gradient.dtype != p.shard.grad_dtype for gradient, p in zip(gradients, self.trainable, strict=True)):
+            sent, gradients = gradients, [torch.empty_like(p.shard, dtype=p.shard.grad_dtype) for p in self.trainable]
+            torch._foreach_copy_(gradients, sent)
+        for p, gradient in zip(self.trainable, gradients, strict=True):
             if p.shard.grad is None:
                 p.shard.grad = gradient
             else:
