@@ -79,12 +79,16 @@ def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
 
 
 def time_steps(trainer: Trainer, steps: int) -> list[float]:
-    """Step times in ms as the loop measures them, after an untimed step that all ranks start together."""
+    """Step times in ms as the loop measures them, after an untimed step that all ranks start together.
+
+    One more step follows: a step ends when its loss is read, and where the loop reads late, that is after the host has
+    launched the next one.
+    """
     with gc_frozen():
         comm.barrier("start of the measurement")
         trainer.reset_clock()
-        rows = trainer.train_steps(trainer.position.step + steps + 1)
-        return [row["step_ms"] for row in rows][1:]
+        rows = trainer.train_steps(trainer.position.step + steps + 2)
+        return [row["step_ms"] for row in rows][1:-1]
 
 
 def measure_in_turns(

@@ -147,7 +147,7 @@ def test_variants_built_once_are_kept_for_all_rounds(monkeypatch: pytest.MonkeyP
     configs = quick(ALONE, devices=1, rounds=2, steps=1, built_once=True)
     configs += [replace(configs[0], context_length=8)]
     rows = list(ddp.measure_in_turns(configs, torch.device("cpu"), lambda config: None))
-    first, second = ([("step", i)] * 2 for i in range(2))  # the first is not measured
+    first, second = ([("step", i)] * 3 for i in range(2))  # of which the second is measured
     warm = [("built", 0), ("step", 0), ("built", 1), ("step", 1)]
     assert events == [*warm, *first, *second, *first, *second, ("closed", 1), ("closed", 0)]
     assert [len(row.metrics["steps_ms"]) for row in rows] == [1, 1, 2, 2]
