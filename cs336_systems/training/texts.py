@@ -91,7 +91,7 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
 def _users_text(data: DataConfig, name: str, field: str, output: Path) -> TextSpan:
     """The user's text: the file itself, or one made of several files or of records."""
     if is_plain(name):
-        return replace(_whole_text(Path(name), field), special_tokens=data.special_tokens_in_text)
+        return _whole_text(Path(name), field, special_tokens=data.special_tokens_in_text)
     files = find_files(name, field)
     inputs = {"files": _hashes(files)}
     return _gathered(data, inputs, functools.partial(read_files, files, data.text_field), field, name, output)
@@ -117,16 +117,16 @@ def _gathered(
     separator = END_OF_TEXT if data.special_tokens_in_text else DOCUMENT_END
     inputs |= {"text_field": data.text_field, "separator": separator}
     run_stage(data, "text", output, inputs, lambda: write_documents(read, f"{field} {name}", output, inputs))
-    return replace(_whole_text(output, field, separator), special_tokens=data.special_tokens_in_text)
+    return _whole_text(output, field, separator, data.special_tokens_in_text)
 
 
-def _whole_text(path: Path, name: str, separator: str = END_OF_TEXT) -> TextSpan:
+def _whole_text(path: Path, name: str, separator: str = END_OF_TEXT, special_tokens: bool = False) -> TextSpan:
     first = next(read_utf8(path, name=name))  # raises at once if the file is missing, empty or not UTF-8
     beginning = first[:1024]
     if beginning.count("\0") > len(beginning) // 4:  # UTF-16 has one beside every ASCII character
         offset = len(beginning[: beginning.index("\0")].encode())
         raise ValueError(f"{name} {path} must be UTF-8 text: NUL bytes, from byte {offset} on, look like UTF-16")
-    return TextSpan(path, sha256_of_file(path), name=name, separator=separator)
+    return TextSpan(path, sha256_of_file(path), name=name, separator=separator, special_tokens=special_tokens)
 
 
 def find_split(path: Path, valid_fraction: float, separator: str = END_OF_TEXT) -> int:

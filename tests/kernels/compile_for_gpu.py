@@ -92,21 +92,16 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 """A program's limit, by compute capability. The tiles were measured on Hopper, and must fit an A100 too."""
 
 
-def dumped(cubin: bytes, what: str) -> str:
+def dumped(cubin: bytes, what: str, tool: Any = triton.knobs.nvidia.cuobjdump) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool.path, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def listed(cubin: bytes) -> str:
     """The machine code with labels."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return dumped(cubin, "-c", triton.knobs.nvidia.nvdisasm)
 
 
 def spilled(cubin: bytes) -> int:

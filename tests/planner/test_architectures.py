@@ -15,7 +15,8 @@ from cs336_systems.planner.accounting import matmul_parameters, num_parameters, 
 from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.job import Job
 from cs336_systems.planner.memory import moments
-from cs336_systems.planner.step import elementwise_bytes, products, step_seconds, step_sections, step_terms
+from cs336_systems.planner.products import products
+from cs336_systems.planner.step import elementwise_bytes, step_seconds, step_sections, step_terms
 
 H200 = CARDS["H200"]
 QWEN = ModelShape(vocab_size=151_936, context_length=1024, d_model=1024, d_ff=3072, num_layers=28, num_heads=16,

@@ -18,17 +18,19 @@ from cs336_systems.planner.accounting import (
 )
 from cs336_systems.planner.cards import CARDS, Card, get_card
 from cs336_systems.planner.job import Job
-from cs336_systems.planner.step import (
-    MIXED_RATE,
-    attention_seconds,
-    elementwise_bytes,
+from cs336_systems.planner.products import (
     gradients_of,
-    orthogonalization_seconds,
     product_seconds,
     products,
     products_seconds,
     rounded_up,
     rounding_bytes,
+)
+from cs336_systems.planner.step import (
+    MIXED_RATE,
+    attention_seconds,
+    elementwise_bytes,
+    orthogonalization_seconds,
     step_seconds,
     step_sections,
     step_terms,
@@ -97,7 +99,7 @@ def test_rounding_to_fp8_by_hand() -> None:
     assert rounding_bytes(Job(shape=XL, precision="fp8")) == (of_inputs, rest)
     assert parts(precision="fp8")["rounding to FP8"] == pytest.approx((of_inputs + rest) / 4.3e12)
     sharded = Job(shape=XL, precision="fp8", strategy="fsdp", world_size=2)  # rounds weights at both uses
-    assert rounding_bytes(sharded) == (of_inputs, rest + 48 * 5 * 40_960_000)
+    assert rounding_bytes(sharded) == (of_inputs + 48 * 5 * 40_960_000, rest)
     assert "rounding to FP8" not in parts()
 
 
