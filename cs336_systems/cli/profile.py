@@ -39,10 +39,9 @@ def _kernels(arguments: Sequence[str]) -> int:
         for folder in folders:
             for name in ("shares.png", *(f"trace_{config.mode}.json.gz" for config in configs)):
                 (folder / name).unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
-    found = _measured(CASE, configs, rows_file, options)
-    rows = list(found.values())
+    rows = _measured(CASE, configs, rows_file, options)
     for folder in folders:
-        measured = [row for config, row in found.items() if row.status == "ok" and Path(config.folder) == folder]
+        measured = [row for row in rows if row.status == "ok" and row.config["folder"] == str(folder)]
         if measured:
             plot_shares(measured, folder / "shares.png")
     if several:
@@ -85,35 +84,34 @@ def _memory(arguments: Sequence[str]) -> int:
         configs = asked(CASE, "profile memory", options)
         several = len(configs) > 1
         rows_file = folder_to_write(options.out) / ROWS_FILE
-        measured = _measured(CASE, _into_folders(configs, out, several), rows_file, options)
-        found = {Path(config.folder): row for config, row in measured.items()}
+        rows = _measured(CASE, _into_folders(configs, out, several), rows_file, options)
+        folders = [Path(row.config["folder"]) for row in rows]
     else:
         require(options.snapshot != "", "snapshot", "", "a file")
         for name in (field.name for field in dataclasses.fields(CASE.config)):
             if values := getattr(options, name, None):
                 given = values[0] if len(values) == 1 else values
                 raise ValueError(f"{name} is {given!r}: with snapshot nothing is run, so it must be left out")
-        found = {out: draw(Path(options.snapshot), out)}
-        append_row(folder_to_write(options.out) / ROWS_FILE, found[out])
-    for folder, row in found.items():
+        rows, folders = [draw(Path(options.snapshot), out)], [out]
+        append_row(folder_to_write(options.out) / ROWS_FILE, rows[0])
+    for row, folder in zip(rows, folders, strict=True):
         write_whole(folder / SUMMARY_FILE, memory_summary(row) + "\n")
-    rows = list(found.values())
     if several:
         return _finish(rows, f"{files} of each are in a folder of its own in {out}")
-    for row in rows:
-        say(f"{memory_summary(row)}\n\nto look at: {files} in {out}; the numbers are in {out / ROWS_FILE}")
+    for row, folder in zip(rows, folders, strict=True):
+        say(f"{memory_summary(row)}\n\nto look at: {files} in {folder}; the numbers are in {out / ROWS_FILE}")
     return exit_code(rows)
 
 
-def _measured(case: "Case", configs: Sequence[Any], rows_file: Path, options: Any) -> "dict[Any, Row]":
-    """Measure, and return the row of each configuration; with --resume also those that the file had."""
+def _measured(case: "Case", configs: Sequence[Any], rows_file: Path, options: Any) -> "list[Row]":
+    """Measure, and return a row of each configuration; with --resume also those that the file had."""
     from ..bench.case import is_of
     from ..bench.runner import rows_on_this_gpu
 
     rows = measure(case, configs, rows_file, options)
     there = rows_on_this_gpu(case, rows_file) if options.resume else rows
     there.sort(key=lambda row: row.status != "error")  # the last one counts below, an error only if there is no other
-    return {config: row for config in configs for row in there if is_of(row, config)}
+    return list({config: row for config in configs for row in there if is_of(row, config)}.values())
 
 
 def _into_folders(configs: Sequence[Any], out: Path, several: bool) -> list[Any]:
