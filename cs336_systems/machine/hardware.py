@@ -80,9 +80,15 @@ def select_device(name: str, or_mps: bool = False) -> torch.device:
 
 
 def use_device(name: str, or_mps: bool = False) -> torch.device:
-    """Select a device and make it current, because streams and graphs are created on the current device."""
+    """Select a device and make it current, because streams and graphs are created on the current device.
+
+    A GPU's memory is then allocated in segments that can grow, unless the environment says otherwise: in segments of
+    fixed size, tensors of many sizes leave gaps (12 of 80 GB, in a step of the 8B model).
+    """
     device = select_device(name, or_mps)
     if device.type == "cuda":
+        if "PYTORCH_ALLOC_CONF" not in os.environ:
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
         torch.cuda.set_device(device.index or 0)
         torch.cuda.reset_peak_memory_stats(device)
     return device

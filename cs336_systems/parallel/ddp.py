@@ -2,8 +2,9 @@
 
 The strategies differ in when they communicate. `NaiveDDP` sends the gradients one by one after the backward pass,
 `FlatDDP` all at once. `DDP` sends each one, or several together, as soon as they are ready, during the backward pass.
-`DDPBucketed` in `bucketed.py` does so too, and keeps several gradients in one tensor. All of them leave the same
-gradients (Li et al. 2020, "PyTorch Distributed", section 3).
+`DDPBucketed` in `bucketed.py` does so too, and keeps several gradients in one tensor. Where GPUs read each other's
+memory (`peer_memory.py`), these two leave half of the sending to copy engines. All strategies leave the same gradients
+(Li et al. 2020, "PyTorch Distributed", section 3).
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import comm
+from . import comm, peer_memory
 from .strategy import Strategy, UsedParameters, weak_hook
 
 
@@ -93,6 +94,9 @@ class DDP(Strategy):
         self._used = UsedParameters(self.trainable())
         self._order = self.trainable()[::-1]
         self._order_known = False
+        device = next((p.device for p in self._order), torch.device("cpu"))
+        copies = grad_dtype is None and peer_memory.can_read_peers(device)
+        self._averager = peer_memory.Averager(device) if copies else None
         self._build_buckets()
         for p in self._order:
             p.register_post_accumulate_grad_hook(weak_hook(self._post_accumulate_grad))
@@ -137,7 +141,11 @@ class DDP(Strategy):
         bucket = self._buckets[len(self._transfers)]
         more = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
         name = f"all-reduce of the gradient of {self._names[bucket[0]]}{more}"
-        self._transfers.append(comm.start_mean(self._tensors_to_send(bucket), name, self.grad_dtype))
+        tensors = self._tensors_to_send(bucket)
+        if self._averager is not None:
+            self._transfers.append(self._averager.start_mean(tensors, name))
+        else:
+            self._transfers.append(comm.start_mean(tensors, name, self.grad_dtype))
 
     def _tensors_to_send(self, bucket: list[nn.Parameter]) -> list[Tensor]:
         """The tensors to send for a bucket whose gradients are all ready."""

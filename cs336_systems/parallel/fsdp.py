@@ -9,9 +9,11 @@ prefetches the next ones; `_post_forward` reshards them and hooks its outputs. `
 the same in reverse order. `_post_accumulate_grad` counts gradients and reduce-scatters complete groups.
 `_root_post_backward` reduces the remaining groups and reshards all.
 
-Streams. An NCCL collective starts after the work queued on the current stream so far, and `wait` makes the current
-stream wait for it. Buffers are allocated and freed on the current stream, and freed only after that wait, so the
-caching allocator reuses them in order. `record_stream`, which would keep the memory for longer, is not needed.
+Weights are gathered by the copy engines of GPUs that read each other's memory (`peer_memory.py`), otherwise by NCCL.
+
+Streams. An NCCL collective or a copy starts after the work queued on the current stream so far, and `wait` makes the
+current stream wait for it. Buffers are allocated and freed on the current stream, and freed only after that wait, so
+the caching allocator reuses them in order. `record_stream`, which would keep the memory for longer, is not needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from . import comm
+from . import comm, peer_memory
 from .fsdp_modules import EMBEDDINGS, describe_shards
 from .fsdp_param_group import GUARDED, SHARDED, UNSHARDED, shard_module
 from .fsdp_prefetch import PrefetchSchedule, insert_uncalled_modules, plan_backward, plan_forward
@@ -113,6 +115,7 @@ class FSDP(Strategy):
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._flags = UsedParameters(self._trainable)
         self._num_forwards = 0
+        self._meets_on = next((g.params[0].shard.device for g in self._groups if g.is_read_by_peers()), None)
         # The order of registration, which the first forward pass with gradients replaces by the order of the calls.
         self._order_known = False
         self._order = list(range(len(self._fsdp_modules)))
@@ -146,6 +149,7 @@ class FSDP(Strategy):
                 for group in step.needed:
                     group.kept = True
         self._num_forwards += 1
+        self._meet()
         schedule = PrefetchSchedule(self._forward_steps)
         self._forward = ForwardPass(schedule, self._num_forwards, records_order=not self._order_known)
         if self._forward.records_order:
@@ -161,8 +165,18 @@ class FSDP(Strategy):
         elif self._backward is not None:  # use_reentrant=True begins a second backward next: `_begin_backward` refuses
             self._backward.recomputes = self._backward.graph_task_id == torch._C._current_graph_task_id()
         if not in_turn:
+            if not _in_backward():
+                self._meet()
             fsdp_module.unshard()  # not scheduled: all ranks must call it alike
         fsdp_module.install(UNSHARDED)
+
+    def _meet(self) -> None:
+        """Let no rank read weights that another one still updates.
+
+        Nor does one update weights that another still reads: the mean of the replicated gradients comes between.
+        """
+        if self._meets_on is not None:
+            peer_memory.meet(self._meets_on, "meeting before weights are read")
 
     def _post_forward(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
         if _in_backward():

@@ -182,6 +182,14 @@ class Job:
         return {kind: NUMBER_BYTES[sent[kind]] if sent[kind] != own[kind] else 0 for kind in KINDS}
 
     @property
+    def copied_share(self) -> float:
+        """Share of the sent bytes that copy engines carry between GPUs of one machine (`parallel/peer_memory.py`)."""
+        if self.strategy == "fsdp" and self.weight_dtypes["blocks"] == self.computing:
+            return 2 / 3 if self.reshard_after_forward else 1 / 2  # gathers, unless they cast weights
+        in_place = self.grad_dtype == "same"
+        return 1 / 2 if self.strategy in ("overlap", "individual", "bucketed") and in_place else 0.0
+
+    @property
     def computes_narrow(self) -> bool:
         """Whether all weights that the model computes with are 16-bit, which makes the residual stream 16-bit too."""
         return self.number_bytes == 2 and (self.weight_bytes == 2 or self.is_sharded)

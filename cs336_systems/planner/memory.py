@@ -51,7 +51,8 @@ def allocated_bytes(nbytes: float) -> float:
     larger rest is split off (`should_split`). From 10 MiB on, the segment is the tensor's own, rounded up to 2 MiB.
     Below that it has 20 MiB, and the last tensor that fits gets the rest.
 
-    A tensor in reused memory may get up to 1 MiB more. That is not counted.
+    A tensor in reused memory may get up to 1 MiB more. That is not counted. In segments that grow, which runs have by
+    default (`use_device`), tensors have no rest: peaks are up to 3 % lower.
     """
     size = -(-int(nbytes) // _SMALLEST) * _SMALLEST
     if size <= _SMALL:

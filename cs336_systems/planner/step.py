@@ -38,9 +38,11 @@ EXPOSED_COPIES = "waiting for host memory"
 # results/h200/profile-kernels and 2.7B/profile-kernels, without attention.
 MIXED_RATE = 0.55
 # NCCL's thread blocks, each of which keeps a multiprocessor from computing while it sends (assumed: its usual number of
-# channels over NVLink), and how often an all-reduced byte passes memory: read and sent, received, reduced, received.
+# channels over NVLink), and how often a byte that it sends passes memory: read and sent, received, reduced, received. A
+# copy engine takes no multiprocessor. It reads a byte and writes it.
 CHANNELS = 24
 PASSES = 4
+COPY_PASSES = 2
 
 # Plain attention. The share of the rate of large products that products of heads of 64 and 80 reach (eager: 32 of 50
 # TFLOP/s), and how often the scores pass through memory, forward and backward. Eager: from the kernels in
@@ -232,8 +234,9 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
 
     Transfers that do not overlap (naive, flat, fsdp_simple) are fully exposed. During the backward pass, the last
     bucket, the overhead of every call (as in `communication.added_seconds`) and any time beyond the backward pass are
-    exposed. Hidden transfers take CHANNELS multiprocessors from the backward pass, and PASSES times their bytes of
-    its memory bandwidth. Gradients that are sent in another dtype are cast to it and back.
+    exposed. Hidden transfers take memory bandwidth from the backward pass: NCCL's for PASSES times their bytes, those
+    of copy engines for COPY_PASSES times. NCCL's take CHANNELS multiprocessors as well. Gradients that are sent in
+    another dtype are cast to it and back.
     """
     if job.world_size == 1:
         return []
@@ -244,20 +247,22 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
         left, hidden = last + max(0.0, time - last - backward_s), min(time - last, backward_s)
     a_call_us = all_sent.overhead_s / all_sent.calls * 1e6
     working = f"{left * 1e3:.4g} of {time * 1e3:.4g} ms of bytes + {all_sent.calls} calls x {a_call_us:.4g} us"
-    interference = hidden * CHANNELS / card.multiprocessors + PASSES * all_sent.bytes_a_gpu / card.bandwidth
+    copied = job.copied_share
+    by_nccl, passes = hidden * (1 - copied), PASSES * (1 - copied) + COPY_PASSES * copied
+    interference = by_nccl * CHANNELS / card.multiprocessors + passes * all_sent.bytes_a_gpu / card.bandwidth
     own, cast = sizes_of(job.gradient_dtypes), job.cast_to_send
     times = {"flat": 4, **dict.fromkeys(IN_BUCKETS, 2 if job.cuda_graph else 4)}.get(job.strategy, 0)
     copies = {
         kind: times * own[kind] + (2 * (cast[kind] + own[kind]) if cast[kind] and not job.is_sharded else 0)
         for kind in KINDS
     }
-    copied, _, nbytes = bytes_of_kinds(job.shape, copies)
-    passing = _by_rate(PASSES * all_sent.bytes_a_gpu, card.bandwidth)
-    costs = f"{hidden * 1e3:.4g} ms x {CHANNELS} / {card.multiprocessors} multiprocessors + {passing}, {PASSES} passes"
+    formula, _, nbytes = bytes_of_kinds(job.shape, copies)
+    passing = f"{_by_rate(passes * all_sent.bytes_a_gpu, card.bandwidth)}, {passes:.3g} passes"
+    costs = f"{by_nccl * 1e3:.4g} ms x {CHANNELS} / {card.multiprocessors} multiprocessors + {passing}"
     terms = [
         Term("communication exposed", working, left + all_sent.overhead_s, "s"),
         Term("cost of hiding the rest", costs if hidden else "none", interference if hidden else 0, "s"),
-        _through_memory("copies of gradients", copied, nbytes, card),
+        _through_memory("copies of gradients", formula, nbytes, card),
     ]
     if job.shard_optimizer:
         weights, _, nbytes = bytes_of_kinds(job.shape, sizes_of(job.weight_dtypes))

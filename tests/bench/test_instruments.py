@@ -1,5 +1,6 @@
 """The instruments: clocks, and streams and gathers in synthetic traces whose every microsecond is known."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.profiling.gpu_trace import BACKWARD, COPY, MAIN, MUL, SGEMM, Trace, t
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+FROM_PEER, OWN_PART = "Memcpy PtoP (Device -> Device)", "Memcpy DtoD (Device -> Device)"
 
 
 def event(name: str, start: float, duration: float, thread: int = 1) -> dict[str, Any]:
@@ -34,13 +36,14 @@ def test_overlap_is_the_length_of_the_intersection() -> None:
     assert overlap([], [(1, 2)]) == 0
 
 
-def test_nccl_kernels_are_communication() -> None:
-    kernels = [("gemm", 1000.0, 2000.0), (ALL_REDUCE, 2000.0, 4000.0), ("add", 2500.0, 1500.0)]
+@pytest.mark.parametrize("transfer", [ALL_REDUCE, FROM_PEER])
+def test_nccl_kernels_and_copies_between_gpus_are_communication(transfer: str) -> None:
+    kernels = [("gemm", 1000.0, 2000.0), (transfer, 2000.0, 4000.0), ("add", 2500.0, 1500.0)]
     events = [{"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in kernels]
     found = gpu_pieces(events)
     assert streams_of(found) == {"compute": [(0.0, 3.0)], "communication": [(1.0, 5.0)]}
     assert by_name(found) == {
-        "names": ["gemm", ALL_REDUCE, "add"],
+        "names": ["gemm", transfer, "add"],
         "pieces": {"compute": [[0, 0.0, 2.0], [2, 1.5, 3.0]], "communication": [[1, 1.0, 5.0]]},
     }
 
@@ -101,11 +104,20 @@ def gather(trace: Trace, unit: str, asked: float, ran: tuple[float, float], thre
     trace.kernel(ALL_GATHER, asked + 5, ran, thread=thread, stream=24)
 
 
+def gather_by_copies(trace: Trace, unit: str, asked: float, ran: tuple[float, float], thread: int = MAIN) -> None:
+    """The same by two copies, of the rank's own part first."""
+    trace.annotation(f"gather of {unit}", asked, asked + 10, ran, thread)
+    (begin, end), half = ran, sum(ran) / 2
+    copies = dict(thread=thread, stream=24, category="gpu_memcpy", api="cudaMemcpyAsync")
+    trace.kernel(OWN_PART, asked + 4, (begin, half), **copies)
+    trace.kernel(FROM_PEER, asked + 6, (half, end), **copies)
+
+
 def wait(trace: Trace, unit: str, at: float, thread: int = MAIN) -> None:
     trace.annotation(f"wait for gather of {unit}", at, at + 2, (at, at), thread)
 
 
-def step() -> Trace:
+def step(gather: Callable[..., None] = gather) -> Trace:
     """The host runs ahead until it is late for `head`; the backward pass of `block` has its own thread."""
     trace = Trace()
     gather(trace, "embedding", 0.0, (10.0, 110.0))
@@ -127,8 +139,9 @@ def step() -> Trace:
     return trace
 
 
-def test_slack_runs_from_the_end_of_a_gather_to_the_first_possible_use() -> None:
-    found = gathers_of(step().events)["gathers"]
+@pytest.mark.parametrize("how", [gather, gather_by_copies])
+def test_slack_runs_from_the_end_of_a_gather_to_the_first_possible_use(how: Callable[..., None]) -> None:
+    found = gathers_of(step(how).events)["gathers"]
     assert [(each["unit"], each["turn"]) for each in found] == [
         ("embedding", 1),
         ("block", 1),

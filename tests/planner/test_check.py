@@ -79,10 +79,10 @@ def test_attention_rates_of_the_h100_are_those_of_its_rows() -> None:
 
 
 def test_the_8b_step_on_two_h100_within_four_per_cent() -> None:
-    (row,) = rows("../h100/leaderboard-2026")
-    found = compare(row)
-    assert abs(error(found.seconds) or 1) < 0.04
-    assert abs(error(found.memory) or 1) < 0.01
+    found = [compare(row) for row in rows("../h100/leaderboard-2026")]
+    assert {row.config["precision"] for row in rows("../h100/leaderboard-2026")} == {"bf16", "fp8"}
+    assert largest(each.seconds for each in found) < 4
+    assert largest(each.memory for each in found) < 1
 
 
 def test_the_documents_say_how_far_off_the_rows_are() -> None:

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .trace import Event, Interval, gpu_events, launched, thread_of
+from .trace import Event, Interval, communicates, gpu_events, launched, thread_of
 
 _GATHER, _WAIT, _GLOO = "gather of ", "wait for gather of ", "gloo:all_gather"
 
@@ -106,7 +106,7 @@ def _span(event: Event) -> Interval:
 
 
 def _communicates(kernel: Event) -> bool:
-    return "nccl" in kernel["name"].lower()
+    return communicates(kernel) or "DtoD" in kernel["name"]  # a gather by copies has one of the rank's own part
 
 
 def _stream(kernel: Event) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .trace import Event, Interval, gpu_events, length, merge, overlap, read_trace
+from .trace import Event, Interval, communicates, gpu_events, length, merge, overlap, read_trace
 
 KINDS = ("compute", "communication")
 Streams = dict[str, list[Interval]]
@@ -70,9 +70,9 @@ def record_step(
 
 
 def gpu_pieces(events: Iterable[Event]) -> list[Piece]:
-    """The GPU's work: NCCL's kernels are communication; other kernels and copies are compute."""
+    """The GPU's work: NCCL's kernels and copies between GPUs are communication; the rest is compute."""
     return [
-        Piece(event["name"], KINDS["nccl" in event["name"].lower()], event["ts"], event["ts"] + event["dur"])
+        Piece(event["name"], KINDS[communicates(event)], event["ts"], event["ts"] + event["dur"])
         for event in gpu_events(events)
     ]
 

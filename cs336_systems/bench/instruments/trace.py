@@ -42,6 +42,11 @@ def gpu_events(events: Iterable[Event]) -> list[Event]:
     return [event for event in events if event.get("cat") in _GPU_CATEGORIES and event.get("ph") == "X"]
 
 
+def communicates(kernel: Event) -> bool:
+    """Whether one of the `gpu_events` is NCCL's or a copy between GPUs."""
+    return "nccl" in kernel["name"].lower() or "PtoP" in kernel["name"]
+
+
 def launched(events: Sequence[Event]) -> Iterator[tuple[Event, Event | None]]:
     """Each of the `gpu_events` and its launch on the host, which has the same `correlation`; None if it is missing."""
     launches: dict[Any, Event] = {}

@@ -1,0 +1,65 @@
+"""Transfers by copy engines: on two GPUs, because a CPU has none."""
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.parallel import comm, peer_memory
+from cs336_systems.parallel.fsdp import FSDP
+from tests.distributed import run_ranks
+
+
+def test_a_cpu_does_not_read_peers() -> None:
+    assert not peer_memory.can_read_peers(torch.device("cpu"))
+
+
+def test_tensors_of_a_buffer_begin_at_multiples_of_512_bytes() -> None:
+    assert peer_memory.bytes_of([torch.Size([3, 5]), torch.Size([256])], torch.bfloat16) == 512 + 512
+    assert peer_memory.bytes_of([torch.Size([257])], torch.bfloat16) == 1024
+
+
+def averages() -> tuple[bool, list[list[float]]]:
+    """Whether this rank reads the others, and the largest differences from NCCL's averages."""
+    device = torch.device("cuda", comm.rank())
+    able = peer_memory.can_read_peers(device)
+    torch.manual_seed(comm.rank())
+    averager, found = peer_memory.Averager(device), []
+    for sizes in ([(64, 3)], [(1600, 400), (7,), (64,), (3, 5), (10, 3), (0, 4)], [(64, 3)]):  # the buffer has to grow
+        tensors = [*(torch.randn(size, device=device) for size in sizes), torch.randn(8, 6, device=device).t()]
+        expected = [tensor.clone() for tensor in tensors]
+        comm.mean(expected, "the expected averages")
+        averager.start_mean(tensors, "averages").wait()
+        found.append([(a - b).abs().sum().item() for a, b in zip(tensors, expected, strict=True)])
+    return able, found
+
+
+@pytest.mark.multigpu
+def test_an_averager_averages_all_tensors_also_those_that_ranks_cannot_share_evenly() -> None:
+    for able, differences in run_ranks(averages, 2, device="cuda"):
+        assert able
+        assert all(difference == 0 for of_step in differences for difference in of_step)
+
+
+def gathered() -> list[tuple[bool, bool]]:
+    """For a module of each number of rows: whether its shards are read by peers, and whether its weight is right."""
+    device, found = torch.device("cuda", comm.rank()), []
+    for rows in (64, 63):
+        torch.manual_seed(0)
+        module = nn.Linear(16, rows, device=device)
+        x, expected = torch.ones(2, 16, device=device), module(torch.ones(2, 16, device=device)).detach()
+        strategy = FSDP(module)
+        for _ in range(3):  # a weight that the other rank updates late must not be read before
+            torch.cuda._sleep(10**8 * comm.rank())
+            with torch.no_grad():
+                module.weight += 1
+            expected = expected + 16
+            right = torch.allclose(strategy(x), expected, atol=1e-4)
+            comm.barrier("reading")  # in training, the mean of the replicated gradients
+        found.append((strategy._groups[0].is_read_by_peers(), right))
+    return found
+
+
+@pytest.mark.multigpu
+def test_weights_are_read_after_all_ranks_have_updated_them_and_padded_ones_are_sent() -> None:
+    for found in run_ranks(gathered, 2, device="cuda"):
+        assert found == [(True, True), (False, True)]
