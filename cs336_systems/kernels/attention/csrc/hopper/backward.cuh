@@ -14,6 +14,7 @@ template <int HEAD>
 struct Backward {
     static constexpr int GROUPS = 2, ROWS = 64, TILE = GROUPS * ROWS, STAGES = 2;
     static constexpr int HALF = 64, HALVES = HEAD == 64 ? 2 : 1, QUERIES = HALVES * HALF;
+    static constexpr int WARPS = 4 * GROUPS;  // that compute
     static constexpr int THREADS = 128 * (GROUPS + 1), REGISTERS = 240, LOADING_REGISTERS = 24;
 
     using Keys = SwizzledTile<TILE, HEAD>;        // and values, of both warpgroups
