@@ -6,7 +6,7 @@ PyTorch's symmetric memory, which all ranks allocate together and each maps into
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -83,17 +83,22 @@ class _Copies:
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _reading_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 def start_reading(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], name: str) -> comm.Transfer:
     """`comm.start_all_gather` by copies: fill each output (world_size * rows, ...) with the parts of all ranks."""
-    stream = _copy_stream(outputs[0].device)
+    return _start(_reading_stream(outputs[0].device), lambda: _copy(outputs, parts), name)
+
+
+def _start(
+    stream: torch.cuda.Stream, work: Callable[[], None], name: str, apply: Callable[[], None] | None = None
+) -> comm.Transfer:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch._C._profiler._RecordFunctionFast(name):
-        _copy(outputs, parts)
-    return comm.Transfer(name, [_Copies(stream)])
+        work()
+    return comm.Transfer(name, [_Copies(stream)], apply)
 
 
 def _copy(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
@@ -125,15 +130,15 @@ class Averager:
         rest = comm.start_mean([t for t in tensors if not t.is_contiguous() or t.numel() % world_size()], name)
         if not flat:
             return rest
-        parts, stream = self._parts_of(flat), _copy_stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch._C._profiler._RecordFunctionFast(name):
-            # The scatter also keeps this rank from writing parts which others read: it needs all ranks, and each begins
-            # it after its copies of the parts before.
-            comm.start_reduce_scatter_mean([of_ranks[rank()] for of_ranks in parts], flat, name).wait()
-            meet(self._device, name)
-            _copy(flat, parts)
-        return comm.Transfer(name, [_Copies(stream)], rest.wait)
+        return _start(_reading_stream(self._device), lambda: self._mean(flat, name), name, rest.wait)
+
+    def _mean(self, flat: Sequence[Tensor], name: str) -> None:
+        parts = self._parts_of(flat)
+        # The scatter also keeps this rank from writing parts which others read: it needs all ranks, and each begins it
+        # after its copies of the parts before.
+        comm.start_reduce_scatter_mean([of_ranks[rank()] for of_ranks in parts], flat, name).wait()
+        meet(self._device, name)
+        _copy(flat, parts)
 
     def _parts_of(self, flat: Sequence[Tensor]) -> list[list[Tensor]]:
         dtype, shapes = flat[0].dtype, [torch.Size([t.numel() // world_size()]) for t in flat]

@@ -1,12 +1,20 @@
-"""Transfers by copy engines: on two GPUs, because a CPU has none."""
+"""Transfers by copy engines: on two GPUs; and on a CPU, between processes that share memory and wait for each copy."""
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cs336_systems.parallel import comm, peer_memory
 from cs336_systems.parallel.fsdp import FSDP
 from tests.distributed import run_ranks
+from tests.parallel.models import check_training, sgd, train_on_ranks
 
 
 def test_a_cpu_does_not_read_peers() -> None:
@@ -16,6 +24,50 @@ def test_a_cpu_does_not_read_peers() -> None:
 def test_tensors_of_a_buffer_begin_at_multiples_of_512_bytes() -> None:
     assert peer_memory.bytes_of([torch.Size([3, 5]), torch.Size([256])], torch.bfloat16) == 512 + 512
     assert peer_memory.bytes_of([torch.Size([257])], torch.bfloat16) == 1024
+
+
+# On a CPU
+
+
+class SharedMemory(peer_memory.PeerBuffer):
+    """A file for each rank, which all of them map."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        (folder, *_) = comm.all_gather_objects(tempfile.mkdtemp(), "folder of the memory")
+        files = [Path(folder, str(rank)) for rank in range(comm.world_size())]
+        files[comm.rank()].write_bytes(b"\xff" * nbytes)  # NaN
+        comm.barrier("all files are there")
+        self._of_ranks = [torch.from_file(str(file), True, nbytes, dtype=torch.uint8) for file in files]
+
+    def tensors(self, shapes: Sequence[torch.Size], dtype: torch.dtype, start: int = 0) -> list[list[Tensor]]:
+        found = []
+        for shape in shapes:
+            end = start + shape.numel() * dtype.itemsize
+            found.append([memory[start:end].view(dtype).view(shape) for memory in self._of_ranks])
+            start += peer_memory.bytes_of([shape], dtype)
+        return found
+
+
+def train_in_shared_memory(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    peers: Any = peer_memory  # in a process of its own
+    peers.PeerBuffer, peers.can_read_peers = SharedMemory, lambda device: True
+    peers._start = lambda stream, work, name, apply=None: work() or comm.Transfer(name, apply=apply)
+    peers._reading_stream = torch.cuda.Stream = lambda device: SimpleNamespace()
+    return train_on_ranks(*args, **kwargs)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "name, options", [("overlap", {}), ("bucketed", {}), ("fsdp", {}), ("fsdp", {"reshard_after_forward": False})]
+)
+def test_copies_between_processes_equal_one_process(name: str, options: dict[str, Any], world_size: int) -> None:
+    bucket = {} if name == "fsdp" else {"bucket_size_mb": 0.002}
+    train = functools.partial(train_in_shared_memory, micro_batches=2)
+    check_training(name, "transformer", world_size, sgd, train=train, **options, **bucket)
+
+
+# On GPUs
 
 
 def averages() -> tuple[bool, list[list[float]]]:
