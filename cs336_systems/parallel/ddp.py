@@ -94,12 +94,19 @@ class DDP(Strategy):
         self._used = UsedParameters(self.trainable())
         self._order = self.trainable()[::-1]
         self._order_known = False
-        device = next((p.device for p in self._order), torch.device("cpu"))
-        copies = grad_dtype is None and peer_memory.can_read_peers(device)
-        self._averager = peer_memory.Averager(device) if copies else None
+        self._averager = self._make_averager()
         self._build_buckets()
         for p in self._order:
             p.register_post_accumulate_grad_hook(weak_hook(self._post_accumulate_grad))
+
+    def _make_averager(self) -> peer_memory.Averager | None:
+        """What averages groups by copies, in their own dtype, if GPUs read each other's memory."""
+        in_groups = self._order and self._max_bytes and self.grad_dtype is None
+        if not in_groups or not peer_memory.can_read_peers(self._order[0].device):
+            return None
+        sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._order]
+        largest = min(max(self._max_bytes, *sizes), sum(sizes))
+        return peer_memory.Averager(self._order[0].device, int(largest) + peer_memory.ALIGNMENT * len(sizes))
 
     @property
     def buckets(self) -> list[list[str]]:

@@ -92,6 +92,8 @@ class FSDP(Strategy):
       must not be modified in place afterwards. Otherwise backward would reach weights that have not been gathered.
     - Gradients. Freeze or unfreeze parameters before wrapping. Gradients of gradients (create_graph) are not supported.
       Hooks on a sharded parameter are not called with its gradients.
+    - Writing. Between a pass and a change of weights comes `finish_gradient_synchronization`, or another meeting of all
+      ranks: until then other ranks may read this one's shards.
 
     Raises ValueError if the ranks' modules differ, and for sparse gradients and max_norm of nn.Embedding.
     """
@@ -115,7 +117,7 @@ class FSDP(Strategy):
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._flags = UsedParameters(self._trainable)
         self._num_forwards = 0
-        self._meets_on = next((g.params[0].shard.device for g in self._groups if g.is_read_by_peers()), None)
+        self._meets_on = next((g.params[0].shard.device for g in self._groups if g.is_read_by_peers), None)
         # The order of registration, which the first forward pass with gradients replaces by the order of the calls.
         self._order_known = False
         self._order = list(range(len(self._fsdp_modules)))
@@ -165,7 +167,7 @@ class FSDP(Strategy):
         elif self._backward is not None:  # use_reentrant=True begins a second backward next: `_begin_backward` refuses
             self._backward.recomputes = self._backward.graph_task_id == torch._C._current_graph_task_id()
         if not in_turn:
-            if not _in_backward():
+            if self._forward is None and not _in_backward():
                 self._meet()
             fsdp_module.unshard()  # not scheduled: all ranks must call it alike
         fsdp_module.install(UNSHARDED)

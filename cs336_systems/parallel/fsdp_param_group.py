@@ -3,7 +3,7 @@
 `fsdp.py` gives the overview and the papers; `fsdp_prefetch.py` decides when a group communicates.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +18,8 @@ from .strategy import mark_as_shard
 class ResizableBuffer:
     """Tensors on one storage that can release its memory and allocate it again, while the tensors stay."""
 
-    ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns on GPUs
-
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
-        sizes = [-(-shape.numel() * dtype.itemsize // self.ALIGNMENT) * self.ALIGNMENT for shape in shapes]
+        sizes = [peer_memory.bytes_of([shape], dtype) for shape in shapes]
         sizes[-1] = shapes[-1].numel() * dtype.itemsize  # the last needs no padding
         parts = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device=device).split(
             [size // dtype.itemsize for size in sizes]
@@ -115,27 +113,27 @@ class ParamGroup:
 
     The all-gather writes straight into the weight, gradients are sent without a copy, and the part that is received is
     the shard's gradient. A copy is made only to change the dtype, or to pad rows whose number is not divisible by the
-    number of ranks. What a step needs is made here once, because the host must stay ahead of the GPU.
+    number of ranks. Shards that need no copy are gathered by copy engines, if GPUs can read each other's memory. What a
+    step needs is made here once, because the host must stay ahead of the GPU.
     """
 
     def __init__(
-        self,
-        name: str,
-        params: list[ShardedParam],
-        dtype: torch.dtype,
-        grad_dtype: torch.dtype | None = None,
-        parts: list[list[Tensor]] | None = None,
+        self, name: str, params: list[ShardedParam], dtype: torch.dtype, grad_dtype: torch.dtype | None = None
     ) -> None:
-        """parts: memory for the shards that all ranks read (`peer_memory`), by shard and rank."""
-        self.name, self.params, self._parts = name, params, parts
+        self.name, self.params = name, params
         self._wait_label = f"wait for gather of {name}"
         device = params[0].shard.device
         self._shards: list[Tensor] = [p.shard for p in params]
         # The shards share one storage, because the GPU's allocator may keep up to 1 MB behind each separate tensor.
-        if parts is None:
-            places = ResizableBuffer([shard.shape for shard in self._shards], self._shards[0].dtype, device).tensors
+        shapes, own_dtype = [shard.shape for shard in self._shards], self._shards[0].dtype
+        in_place = own_dtype == dtype and all(p.shape == p.padded_shape for p in params)
+        self.is_read_by_peers = peer_memory.can_read_peers(device) and in_place
+        if self.is_read_by_peers:
+            self._peers = peer_memory.PeerBuffer(peer_memory.bytes_of(shapes, dtype), device)
+            self._parts = self._peers.tensors(shapes, dtype)  # of all ranks
+            places = [of_ranks[comm.rank()] for of_ranks in self._parts]
         else:
-            places = [of_ranks[comm.rank()] for of_ranks in parts]
+            places = ResizableBuffer(shapes, own_dtype, device).tensors
         for shard, place in zip(self._shards, places, strict=True):
             shard.data = place.copy_(shard.data)
         self.unsharded = ResizableBuffer([p.padded_shape for p in params], dtype, device)
@@ -177,13 +175,10 @@ class ParamGroup:
         self._is_unsharded = True
         self.unsharded.allocate()
         whole, name = self.unsharded.tensors, f"gather of {self.name}"
-        if self._parts is not None:
+        if self.is_read_by_peers:
             self._all_gather = peer_memory.start_reading(whole, self._parts, name)
         else:
             self._all_gather = comm.start_all_gather(whole, self._all_gather_input.copy_in(self._shards), name)
-
-    def is_read_by_peers(self) -> bool:
-        return self._parts is not None
 
     def wait_for_unshard(self) -> None:
         if self._all_gather is not None:
@@ -289,38 +284,11 @@ def shard_module(
         by_callers.setdefault((tuple(callers[p]), p.dtype), []).append(p)
     names = {child: name for name, child in module.named_modules()}
     parameter_names = {p: name for name, p in module.named_parameters()}
-    its_params = {key: [ShardedParam(p, parameter_names[p], holders[p]) for p in of] for key, of in by_callers.items()}
-    parts = _memory_for_peers(its_params.values(), compute_dtype)
     groups: list[list[ParamGroup]] = [[] for _ in modules]
-    for (numbers, dtype), params in its_params.items():
+    for (numbers, dtype), parameters in by_callers.items():
+        params = [ShardedParam(p, parameter_names[p], holders[p]) for p in parameters]
         name = " and ".join(names[modules[number]] for number in numbers)
-        group = ParamGroup(name, params, compute_dtype or dtype, grad_dtype, parts.get(params[0]))
+        group = ParamGroup(name, params, compute_dtype or dtype, grad_dtype)
         for number in numbers:
             groups[number].append(group)
     return [FSDPModule(names[m], m, its_groups) for m, its_groups in zip(modules, groups, strict=True)]
-
-
-def _memory_for_peers(
-    groups: Collection[list[ShardedParam]], compute_dtype: torch.dtype | None
-) -> dict[ShardedParam, list[list[Tensor]]]:
-    """Memory that all ranks read for the shards of each group, by its first parameter; {} where GPUs cannot.
-
-    A group whose shards are padded or cast before they are sent is left out.
-    """
-    device = next((params[0].shard.device for params in groups), torch.device("cpu"))
-    if not peer_memory.can_read_peers(device):
-        return {}
-    sent = {}
-    for params in groups:
-        dtype = params[0].shard.dtype
-        if compute_dtype in (None, dtype) and all(p.shape == p.padded_shape for p in params):
-            sent[params[0]] = [p.shard_shape for p in params], dtype
-    if not sent:
-        return {}
-    buffer = peer_memory.PeerBuffer(sum(peer_memory.bytes_of(*each) for each in sent.values()), device)
-    parts: dict[ShardedParam, list[list[Tensor]]] = {}
-    start = 0
-    for first, (shapes, dtype) in sent.items():
-        parts[first] = buffer.tensors(shapes, dtype, start)
-        start += peer_memory.bytes_of(shapes, dtype)
-    return parts

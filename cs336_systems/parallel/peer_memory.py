@@ -5,17 +5,22 @@ PyTorch's symmetric memory, which all ranks allocate together and each maps into
 """
 
 import functools
+import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from . import comm
+from .failure import first_line, named
 from .ranks import rank, world_size
 
-_ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns on GPUs
+ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns on GPUs
+logger = logging.getLogger(__name__)
 
 
 class PeerBuffer:
@@ -24,29 +29,39 @@ class PeerBuffer:
     No rank may write what another one still reads, or read what another one still writes: `meet` comes between.
     """
 
+    held_bytes: ClassVar[int] = 0
+    """Bytes of all buffers of this process, which PyTorch's allocator does not count."""
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric  # a GPU's alone
 
-        self.nbytes = nbytes
-        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
-            self._own = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._memory = symmetric.rendezvous(self._own, c10d._get_default_group())
+        # Rendezvous makes a multicast object too, which is not used here and which not every machine allows.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        # Not from PyTorch's pool of such memory: one rank might get used memory from it, and another one new memory.
+        self._own = symmetric._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        with named("sharing of memory"):
+            self._memory = symmetric.rendezvous(self._own, c10d._get_default_group())
+        PeerBuffer.held_bytes += nbytes
+        weakref.finalize(self, _count_free, nbytes)
 
-    def tensors(self, shapes: Sequence[torch.Size], dtype: torch.dtype, start: int = 0) -> list[list[Tensor]]:
-        """Tensors of these shapes, one behind the other from a byte of the buffer on: of each one for every rank."""
-        found = []
+    def tensors(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[list[Tensor]]:
+        """Tensors of these shapes, one behind the other from the buffer's start: of each shape one for every rank."""
+        found, start = [], 0
         for shape in shapes:
-            size = shape.numel() * dtype.itemsize
-            own = self._own[start : start + size].view(dtype).view(shape)
+            own = self._own[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             theirs = [self._memory.get_buffer(r, shape, dtype, start // dtype.itemsize) for r in range(world_size())]
             found.append([*theirs[: rank()], own, *theirs[rank() + 1 :]])
             start += bytes_of([shape], dtype)
         return found
 
 
+def _count_free(nbytes: int) -> None:
+    PeerBuffer.held_bytes -= nbytes
+
+
 def bytes_of(shapes: Sequence[torch.Size], dtype: torch.dtype) -> int:
-    """Bytes that tensors of these shapes take in a PeerBuffer."""
-    return sum(-(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
+    """Bytes that aligned tensors of these shapes take, one behind the other."""
+    return sum(-(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in shapes)
 
 
 def can_read_peers(device: torch.device) -> bool:
@@ -62,17 +77,18 @@ def _can_read_peers(device: torch.device, ranks: int) -> bool:
     able = able and all(torch.cuda.can_device_access_peer(device, index) for index in others)
     if all(comm.all_gather_objects(able, "whether GPUs reach each other")):
         try:
-            PeerBuffer(_ALIGNMENT, device)
-        except RuntimeError:  # a container may forbid to share memory
+            PeerBuffer(ALIGNMENT, device)
+        except RuntimeError as error:  # a container may forbid to share memory
+            logger.warning("NCCL sends everything, because the GPUs cannot share memory: %s", first_line(error))
             able = False
-    return all(comm.all_gather_objects(able, "whether GPUs read each other"))
+    return all(comm.all_gather_objects(able, "whether GPUs share memory"))
 
 
 class _Copies:
-    """Copies on a stream of their own, as a work that `Transfer` waits for."""
+    """Copies on a stream of their own, as a work that `Transfer` waits for. It keeps their tensors until then."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
+    def __init__(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        self._event, self._work = torch.cuda.Event(), work
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -83,22 +99,24 @@ class _Copies:
 
 
 @functools.cache
-def _reading_stream(device: torch.device) -> torch.cuda.Stream:
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def _start(
+    device: torch.device, work: Callable[[], None], name: str, apply: Callable[[], None] | None = None
+) -> comm.Transfer:
+    """Queue work on the stream of copies, behind all that the current stream has so far."""
+    stream = _stream_of(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch._C._profiler._RecordFunctionFast(name):
+        work()
+    return comm.Transfer(name, [_Copies(stream, work)], apply)
 
 
 def start_reading(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], name: str) -> comm.Transfer:
     """`comm.start_all_gather` by copies: fill each output (world_size * rows, ...) with the parts of all ranks."""
-    return _start(_reading_stream(outputs[0].device), lambda: _copy(outputs, parts), name)
-
-
-def _start(
-    stream: torch.cuda.Stream, work: Callable[[], None], name: str, apply: Callable[[], None] | None = None
-) -> comm.Transfer:
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch._C._profiler._RecordFunctionFast(name):
-        work()
-    return comm.Transfer(name, [_Copies(stream)], apply)
+    return _start(outputs[0].device, lambda: _copy(outputs, parts), name)
 
 
 def _copy(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
@@ -115,37 +133,41 @@ def meet(device: torch.device, name: str) -> None:
 class Averager:
     """Averages gradients as `comm.start_mean` does: by a reduce-scatter, whose parts are then gathered by copies.
 
-    Tensors of a number of elements that is not divisible by the number of ranks are sent by `comm.start_mean`.
+    nbytes: of the largest call, with 512 for each tensor. Tensors that ranks cannot share evenly go to `comm`.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffer: PeerBuffer | None = None
-        self._parts: dict[tuple[tuple[int, ...], torch.dtype], list[list[Tensor]]] = {}
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._device, self._buffer = device, PeerBuffer(nbytes // world_size() + ALIGNMENT, device)
+        self._parts: dict[tuple[torch.Size, ...], list[list[Tensor]]] = {}
 
     def start_mean(self, tensors: Sequence[Tensor], name: str) -> comm.Transfer:
         """Average tensors of one dtype over all ranks, in place."""
         comm.check_dense(tensors, name)
-        flat = [t.view(-1) for t in tensors if t.is_contiguous() and t.numel() and t.numel() % world_size() == 0]
-        rest = comm.start_mean([t for t in tensors if not t.is_contiguous() or t.numel() % world_size()], name)
-        if not flat:
+        even: list[Tensor] = []
+        others: list[Tensor] = []
+        for t in tensors:
+            is_even = t.numel() and t.numel() % world_size() == 0 and t.device == self._device and not t.is_complex()
+            (even if is_even else others).append(t)
+        rest = comm.start_mean(others, name)
+        if not even:
             return rest
-        return _start(_reading_stream(self._device), lambda: self._mean(flat, name), name, rest.wait)
+        sent = [t.contiguous() for t in even]
 
-    def _mean(self, flat: Sequence[Tensor], name: str) -> None:
-        parts = self._parts_of(flat)
+        def finish() -> None:
+            rest.wait()
+            for t, s in zip(even, sent, strict=True):
+                if s is not t:
+                    t.copy_(s)
+
+        return _start(self._device, lambda: self._average([s.view(-1) for s in sent], name), name, finish)
+
+    def _average(self, flat: Sequence[Tensor], name: str) -> None:
+        shapes = tuple(torch.Size([len(t) // world_size()]) for t in flat)
+        if shapes not in self._parts:
+            self._parts[shapes] = self._buffer.tensors(shapes, flat[0].dtype)
+        parts = self._parts[shapes]
         # The scatter also keeps this rank from writing parts which others read: it needs all ranks, and each begins it
         # after its copies of the parts before.
         comm.start_reduce_scatter_mean([of_ranks[rank()] for of_ranks in parts], flat, name).wait()
         meet(self._device, name)
         _copy(flat, parts)
-
-    def _parts_of(self, flat: Sequence[Tensor]) -> list[list[Tensor]]:
-        dtype, shapes = flat[0].dtype, [torch.Size([t.numel() // world_size()]) for t in flat]
-        nbytes = bytes_of(shapes, dtype)
-        if self._buffer is None or self._buffer.nbytes < nbytes:
-            self._buffer, self._parts = PeerBuffer(nbytes, self._device), {}
-        key = tuple(shape.numel() for shape in shapes), dtype
-        if key not in self._parts:
-            self._parts[key] = self._buffer.tensors(shapes, dtype)
-        return self._parts[key]

@@ -183,11 +183,12 @@ class Job:
 
     @property
     def copied_share(self) -> float:
-        """Share of the sent bytes that copy engines carry between GPUs of one machine (`parallel/peer_memory.py`)."""
-        if self.strategy == "fsdp" and self.weight_dtypes["blocks"] == self.computing:
-            return 2 / 3 if self.reshard_after_forward else 1 / 2  # gathers, unless they cast weights
-        in_place = self.grad_dtype == "same"
-        return 1 / 2 if self.strategy in ("overlap", "individual", "bucketed") and in_place else 0.0
+        """Share of the sent bytes that copy engines carry (`parallel/peer_memory.py`) between GPUs of one machine."""
+        is_even = all(rows % self.world_size == 0 for rows in (self.shape.d_model, self.shape.d_ff))
+        if self.strategy == "fsdp" and self.weight_dtypes["blocks"] == self.computing and is_even:
+            return 2 / 3 if self.reshard_after_forward else 1 / 2  # gathers, unless they pad or cast weights
+        in_groups = self.strategy in ("overlap", "bucketed") and self.bucket_size_mb is not None
+        return 1 / 2 if in_groups and self.grad_dtype == "same" else 0.0
 
     @property
     def computes_narrow(self) -> bool:

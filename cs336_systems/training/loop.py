@@ -29,6 +29,7 @@ from ..config.run import SHARDED, RunConfig
 from ..kernels.fp8_linear import Fp8Linear, quantized, weights_rounded_once
 from ..machine.hardware import DTYPES, autocast, device_peak_flops, start_copy_to_host, with_index
 from ..parallel import comm, failure
+from ..parallel.peer_memory import PeerBuffer
 from ..planner.accounting import training_flops
 from .auto import resolve
 from .batches import BatchLoader, Tokens, micro_batch_size
@@ -311,8 +312,8 @@ class Trainer:
         self.loader.close()
 
     def peak_memory_bytes(self) -> int:
-        """Peak memory of the GPU's allocator, or on other devices of the process."""
+        """Peak memory of the GPU's allocator and memory that GPUs share, or on other devices of the process."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return torch.cuda.max_memory_allocated(self.device) + PeerBuffer.held_bytes
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -14,7 +14,7 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import clip_gradient
 from cs336_systems.parallel import STRATEGIES, Options, comm
 from cs336_systems.parallel.fsdp import FSDP
-from cs336_systems.parallel.fsdp_param_group import ResizableBuffer
+from cs336_systems.parallel.peer_memory import ALIGNMENT
 from tests.distributed import run_ranks
 from tests.parallel.blocks import (
     Recorder,
@@ -162,7 +162,7 @@ def describe() -> dict[str, Any]:
         stride = whole[name].stride()
         tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride, run_check=False)
         assert torch.equal(tensor.full_tensor(), whole[name])
-    assert 0 <= sum(memory.values()) - sum(rows_bytes.values()) < ResizableBuffer.ALIGNMENT * len(rows_bytes)
+    assert 0 <= sum(memory.values()) - sum(rows_bytes.values()) < ALIGNMENT * len(rows_bytes)
     found = strategy.gather_full_params()
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():

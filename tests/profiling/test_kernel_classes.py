@@ -71,6 +71,7 @@ TEXT = {
     "communication": """
         ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)
         nccl:all_reduce
+        Memcpy PtoP (Device -> Device)
     """,
     "optimizer": """
         void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...FusedAdamMathFunctor<float, 4>>()

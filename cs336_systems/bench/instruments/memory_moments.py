@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...parallel.peer_memory import PeerBuffer
 from ...training.loop import Trainer
 from ...training.metrics import summarise
 from ..turns import StepBench, build_trainer, time_steps
@@ -30,11 +31,11 @@ class _AllocatedBytes:
 
     @property
     def now(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._before
+        return torch.cuda.memory_allocated(self._device) + PeerBuffer.held_bytes - self._before
 
     @property
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._before
+        return torch.cuda.max_memory_allocated(self._device) + PeerBuffer.held_bytes - self._before
 
     def restart(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -18,7 +18,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("elementwise", r"^triton_poi_"),
     ("reduction", r"^triton_(red|per)_"),
     ("matmul", r"^triton_(tem|mm)_"),
-    ("communication", r"nccl|^c10d::|all_reduce|all_gather|reduce_scatter"),
+    ("communication", r"nccl|PtoP|^c10d::|all_reduce|all_gather|reduce_scatter"),
     ("optimizer", r"multi_tensor_apply|fused_adam|FusedAdam|_foreach_|distributed_fused"),
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|efficient_attention|flex_attention|(?i:attention)|::mha_"),
     # This project's Triton and CUDA kernels; \b, because others have _forward_kernel in their names.
