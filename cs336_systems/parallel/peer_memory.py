@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -138,7 +138,7 @@ class Averager:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device, self._buffer = device, PeerBuffer(nbytes // world_size() + ALIGNMENT, device)
-        self._parts: dict[tuple[torch.Size, ...], list[list[Tensor]]] = {}
+        self._parts: dict[Any, list[list[Tensor]]] = {}  # by dtype and shapes
 
     def start_mean(self, tensors: Sequence[Tensor], name: str) -> comm.Transfer:
         """Average tensors of one dtype over all ranks, in place."""
@@ -162,10 +162,10 @@ class Averager:
         return _start(self._device, lambda: self._average([s.view(-1) for s in sent], name), name, finish)
 
     def _average(self, flat: Sequence[Tensor], name: str) -> None:
-        shapes = tuple(torch.Size([len(t) // world_size()]) for t in flat)
-        if shapes not in self._parts:
-            self._parts[shapes] = self._buffer.tensors(shapes, flat[0].dtype)
-        parts = self._parts[shapes]
+        key = flat[0].dtype, tuple(torch.Size([len(t) // world_size()]) for t in flat)
+        if key not in self._parts:
+            self._parts[key] = self._buffer.tensors(key[1], key[0])
+        parts = self._parts[key]
         # The scatter also keeps this rank from writing parts which others read: it needs all ranks, and each begins it
         # after its copies of the parts before.
         comm.start_reduce_scatter_mean([of_ranks[rank()] for of_ranks in parts], flat, name).wait()
