@@ -87,8 +87,8 @@ def use_device(name: str, or_mps: bool = False) -> torch.device:
     """
     device = select_device(name, or_mps)
     if device.type == "cuda":
-        if "PYTORCH_ALLOC_CONF" not in os.environ:
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
         torch.cuda.set_device(device.index or 0)
         torch.cuda.reset_peak_memory_stats(device)
     return device
