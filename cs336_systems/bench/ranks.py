@@ -1,7 +1,8 @@
 """Cases that several ranks measure together: one launch starts the ranks, all measure, and rank 0 writes the rows.
 
 Such a case has a `measure_on_rank`. Its configurations have `devices`, the number of processes, and `device`, cpu or
-cuda. They may have the process group's options `step_timeout_s` and `nccl_max_ctas`, the same throughout a launch.
+cuda. They may have the process group's options `step_timeout_s`, `nccl_max_ctas` and `copy_engines`, the same
+throughout a launch.
 """
 
 import json
@@ -22,7 +23,7 @@ from .outcome import current_gpu_state, failed, with_gpu_states
 from .row import Row, append_row, read_rows
 from .worker import SCRATCH
 
-_GROUP_OPTIONS = ("step_timeout_s", "nccl_max_ctas")
+_GROUP_OPTIONS = ("step_timeout_s", "nccl_max_ctas", "copy_engines")
 _CONFIGS, _ROWS, _AT_WORK = "configs.json", "rows.jsonl", "at_work"
 
 

@@ -245,6 +245,9 @@ class ParallelConfig:
     train.precision. fp32: twice the bytes of 16 bits, but the average is rounded only once."""
     nccl_max_ctas: int | None = None
     """Thread blocks per GPU that NCCL may take from computation (default: NCCL's choice). Not for gloo."""
+    copy_engines: bool = True
+    """Let copy engines send what GPUs of one machine read from each other: weights of fsdp, half of the gradients of
+    bucketed and of overlap with a bucket size. false: NCCL sends everything."""
     init_timeout_s: float = 300.0
     """Seconds that processes wait for each other at the start."""
     step_timeout_s: float = 120.0

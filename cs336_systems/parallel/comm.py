@@ -21,6 +21,8 @@ from .heartbeat import Heartbeats
 from .ranks import rank, world_size
 from .rendezvous import rendezvous_arguments
 
+allows_copy_engines = True
+"""Whether this process group may send by `peer_memory`."""
 _watchdog: Watchdog | None = None
 _heartbeats: Heartbeats | None = None
 _spare_events: list[torch.cuda.Event] = []
@@ -34,18 +36,21 @@ def process_group(
     init_timeout_s: float = 300,
     step_timeout_s: float = 120,
     nccl_max_ctas: int | None = None,
+    copy_engines: bool = True,
     **where: Any,
 ) -> Iterator[None]:
     """The process group of this run: NCCL for tensors on a GPU, gloo for tensors on a CPU.
 
     The ranks meet as torchrun's environment says, or as `where` does: arguments of `init_process_group` (init_method,
     rank, world_size). A collective that takes longer than step_timeout_s ends the process (tensors on a GPU) or raises
-    CollectiveError (tensors on a CPU; Python objects too, but a minute later if the device is a GPU).
+    CollectiveError (tensors on a CPU; Python objects too, but a minute later if the device is a GPU). copy_engines:
+    whether `peer_memory` may be used.
 
     Raises CollectiveError if the other ranks do not come within init_timeout_s. NCCL takes at most nccl_max_ctas thread
     blocks of a GPU. Raises ValueError if the environment sets another limit, or does not say where the ranks meet.
     """
-    global _watchdog, _heartbeats
+    global _watchdog, _heartbeats, allows_copy_engines
+    allows_copy_engines = copy_engines
     if nccl_max_ctas is not None:  # NCCL reads it once per process, when it first connects
         given = os.environ.setdefault("NCCL_MAX_CTAS", str(nccl_max_ctas))
         if given != str(nccl_max_ctas):

@@ -65,8 +65,12 @@ def bytes_of(shapes: Sequence[torch.Size], dtype: torch.dtype) -> int:
 
 
 def can_read_peers(device: torch.device) -> bool:
-    """Whether each rank has a GPU of its own in one machine, which reads the others' memory. All ranks ask together."""
-    return device.type == "cuda" and world_size() > 1 and _can_read_peers(device, world_size())
+    """Whether each rank has a GPU of its own in one machine, which reads the others' memory. All ranks ask together.
+
+    False if the process group does not allow it.
+    """
+    is_possible = comm.allows_copy_engines and device.type == "cuda" and world_size() > 1
+    return is_possible and _can_read_peers(device, world_size())
 
 
 @functools.cache

@@ -85,6 +85,8 @@ class Job:
     """Gradients sent together, in 2^20 bytes (default: 100 for bucketed, 25 for torch_ddp; overlap: each by itself)."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Type in which gradients are sent."""
+    copy_engines: bool = True
+    """Copy engines send what GPUs of one machine can read from each other."""
     optimizer: bool = True
     """Whether there is an optimizer step (AdamW in one kernel, PyTorch's or `fused`)."""
     fused: bool = False
@@ -184,6 +186,8 @@ class Job:
     @property
     def copied_share(self) -> float:
         """Share of the sent bytes that copy engines carry (`parallel/peer_memory.py`) between GPUs of one machine."""
+        if not self.copy_engines:
+            return 0.0
         is_even = all(rows % self.world_size == 0 for rows in (self.shape.d_model, self.shape.d_ff))
         if self.strategy == "fsdp" and self.weight_dtypes["blocks"] == self.computing and is_even:
             return 2 / 3 if self.reshard_after_forward else 1 / 2  # gathers, unless they pad or cast weights

@@ -43,6 +43,7 @@ def train(config: RunConfig) -> RunResult:
         init_timeout_s=parallel.init_timeout_s,
         step_timeout_s=parallel.step_timeout_s,
         nccl_max_ctas=parallel.nccl_max_ctas,
+        copy_engines=parallel.copy_engines,
     ):
         return train_on(config, device)
 

@@ -18,6 +18,7 @@ from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, name_of
 from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.bench.turns import slowest
 from cs336_systems.cli.report import make_report
+from cs336_systems.config.run import ParallelConfig
 from cs336_systems.planner.rows import job_of
 from cs336_systems.report.step_streams import plot_streams, streams_table
 from cs336_systems.report.views import rows_table
@@ -274,14 +275,17 @@ def test_rows_of_ranks_have_the_states_of_the_first_ranks_gpu(monkeypatch: pytes
     assert (second.env["gpu_before"], second.env["gpu_after"]) == ({"sm_mhz": 2}, {"sm_mhz": 3})
 
 
-def test_nccl_max_ctas_is_in_the_name_and_the_run_except_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nccl_does_is_in_the_name_and_the_run_except_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "check_devices", lambda device, devices: None)
     monkeypatch.setattr(ddp, "select_device", torch.device)
-    limited, alone = (DDPBench(variant=name, nccl_max_ctas=8, device="cuda") for name in ("overlap:100", ALONE))
-    assert name_of(limited) == "overlap:100+ctas8"
-    assert limited.run_config().parallel.nccl_max_ctas == 8
+    limited, alone = (
+        DDPBench(variant=name, nccl_max_ctas=8, copy_engines=False, device="cuda") for name in ("overlap:100", ALONE)
+    )
+    assert name_of(limited) == "overlap:100+ctas8+nccl"
+    parallel = limited.run_config().parallel
+    assert (parallel.nccl_max_ctas, parallel.copy_engines) == (8, False)
     assert name_of(alone) == ALONE
-    assert alone.run_config().parallel.nccl_max_ctas is None
+    assert alone.run_config().parallel == ParallelConfig()
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -16,8 +16,13 @@ from tests.distributed import run_ranks
 from tests.parallel.models import check_training, sgd, train_on_ranks
 
 
-def test_a_cpu_does_not_read_peers() -> None:
+def test_a_cpu_does_not_read_peers_and_a_gpu_only_if_it_is_allowed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory, "world_size", lambda: 2)
+    monkeypatch.setattr(peer_memory, "_can_read_peers", lambda device, ranks: True)
     assert not peer_memory.can_read_peers(torch.device("cpu"))
+    assert peer_memory.can_read_peers(torch.device("cuda", 0))
+    monkeypatch.setattr(comm, "allows_copy_engines", False)
+    assert not peer_memory.can_read_peers(torch.device("cuda", 0))
 
 
 def test_tensors_of_a_buffer_begin_at_multiples_of_512_bytes() -> None:

@@ -269,6 +269,8 @@ def test_interference_and_copies_by_hand() -> None:
     graph = parts(strategy="bucketed", world_size=2, cuda_graph=True)
     hidden = 7_992_940_800 / H200.link * 97 / 98
     assert graph["cost of hiding the rest"] == pytest.approx(hidden / 2 * 24 / 132 + 5.576e-3, rel=1e-4)
+    by_nccl = parts(strategy="bucketed", world_size=2, cuda_graph=True, copy_engines=False)
+    assert by_nccl["cost of hiding the rest"] == pytest.approx(hidden * 24 / 132 + 7.435e-3, rel=1e-4)
     # Gradients are copied into buckets, 8 bytes a parameter; without a graph they are zeroed and added to, 16.
     assert graph["copies of gradients"] == pytest.approx(8 * num_parameters(XL) / 4.3e12)
     assert parts(strategy="bucketed", world_size=2)["copies of gradients"] == 2 * graph["copies of gradients"]

@@ -59,6 +59,8 @@ class DDPBench(StepBench):
     """Type of computation; fp8 as in training."""
     nccl_max_ctas: int | None = swept(None)
     """Thread blocks per GPU that NCCL may use for sending (default: NCCL's choice)."""
+    copy_engines: bool = swept(True)
+    """Whether copy engines may send; false: NCCL alone."""
     device: str = swept("auto", quick="cpu")
     """auto, cpu or cuda."""
     warmup: int = swept(5, quick=1)
@@ -94,7 +96,7 @@ class DDPBench(StepBench):
             parallel |= dict(reshard_after_forward=False) if "zero2" in chosen else {}
             parallel |= dict(grad_dtype="bf16") if "bf16" in chosen else {}
             parallel |= dict(bucket_size_mb=float(bucket)) if bucket else {}
-            parallel |= dict(nccl_max_ctas=self.nccl_max_ctas)
+            parallel |= dict(nccl_max_ctas=self.nccl_max_ctas, copy_engines=self.copy_engines)
         return random_run(
             self.model,
             ParallelConfig(**parallel),
@@ -160,9 +162,10 @@ def _options_of(strategy: str) -> tuple[str, ...]:
 
 
 def name_of(config: DDPBench) -> str:
-    """The variant, NCCL's limit if any, and whether blocks are compiled."""
+    """The variant, NCCL's limit if any, whether it alone sends, and whether blocks are compiled."""
     ctas = "" if config.nccl_max_ctas is None or config.is_alone else f"+ctas{config.nccl_max_ctas}"
-    return f"{config.variant}{ctas}{' compiled' if config.compile else ''}"
+    nccl = "" if config.copy_engines or config.is_alone else "+nccl"
+    return f"{config.variant}{ctas}{nccl}{' compiled' if config.compile else ''}"
 
 
 def strategies_case(config: type[DDPBench], on_rank: Any = measure_in_turns) -> Case:
