@@ -106,7 +106,7 @@ class DDP(Strategy):
             return None
         sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._order]
         largest = min(max(self._max_bytes, *sizes), sum(sizes))
-        return peer_memory.Averager(self._order[0].device, int(largest) + peer_memory.ALIGNMENT * len(sizes))
+        return peer_memory.Averager(self._order[0].device, int(largest), len(sizes))
 
     @property
     def buckets(self) -> list[list[str]]:

@@ -137,11 +137,11 @@ def meet(device: torch.device, name: str) -> None:
 class Averager:
     """Averages gradients as `comm.start_mean` does: by a reduce-scatter, whose parts are then gathered by copies.
 
-    nbytes: of the largest call, with 512 for each tensor. Tensors that ranks cannot share evenly go to `comm`.
+    nbytes, num_tensors: the most in a call. Tensors that ranks cannot share evenly go to `comm`.
     """
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._device, self._buffer = device, PeerBuffer(nbytes // world_size() + ALIGNMENT, device)
+    def __init__(self, device: torch.device, nbytes: int, num_tensors: int) -> None:
+        self._device, self._buffer = device, PeerBuffer(nbytes // world_size() + num_tensors * ALIGNMENT, device)
         self._parts: dict[Any, list[list[Tensor]]] = {}  # by dtype and shapes
 
     def start_mean(self, tensors: Sequence[Tensor], name: str) -> comm.Transfer:

@@ -62,12 +62,18 @@ def train_in_shared_memory(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
-    "name, options", [("overlap", {}), ("bucketed", {}), ("fsdp", {}), ("fsdp", {"reshard_after_forward": False})]
+    "name, options",
+    [
+        ("overlap", {"bucket_size_mb": 0.002}),
+        ("overlap", {"bucket_size_mb": 100.0}),  # all in one
+        ("bucketed", {"bucket_size_mb": 0.002}),
+        ("fsdp", {}),
+        ("fsdp", {"reshard_after_forward": False}),
+    ],
 )
 def test_copies_between_processes_equal_one_process(name: str, options: dict[str, Any], world_size: int) -> None:
-    bucket = {} if name == "fsdp" else {"bucket_size_mb": 0.002}
     train = functools.partial(train_in_shared_memory, micro_batches=2)
-    check_training(name, "transformer", world_size, sgd, train=train, **options, **bucket)
+    check_training(name, "transformer", world_size, sgd, train=train, **options)
 
 
 # On GPUs
@@ -78,7 +84,7 @@ def averages() -> tuple[bool, list[list[float]]]:
     device = torch.device("cuda", comm.rank())
     able = peer_memory.can_read_peers(device)
     torch.manual_seed(comm.rank())
-    averager, found = peer_memory.Averager(device, 3 * 2**20), []
+    averager, found = peer_memory.Averager(device, 3 * 2**20, 7), []
     for sizes in ([(64, 3)], [(1600, 400), (7,), (64,), (3, 5), (10, 3), (0, 4)], [(64, 3)]):
         tensors = [*(torch.randn(size, device=device) for size in sizes), torch.randn(8, 6, device=device).t()]
         expected = [tensor.clone() for tensor in tensors]
