@@ -124,9 +124,11 @@ def start_reading(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], 
 
 
 def _copy(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+    order = [(rank() + 1 + i) % world_size() for i in range(world_size())]  # no two ranks read the same one at once
     for output, of_ranks in zip(outputs, parts, strict=True):
-        for piece, part in zip(output.chunk(world_size()), of_ranks, strict=True):
-            piece.copy_(part)
+        pieces = output.chunk(world_size())
+        for r in order:
+            pieces[r].copy_(of_ranks[r])
 
 
 def meet(device: torch.device, name: str) -> None:
