@@ -34,7 +34,7 @@ _MEMORY = ("checkpointing", "optimizer-sharding", "fsdp-accounting")
 """Cases whose rows have a prediction of the planner's memory."""
 _KEYS = {case: view.keys for case, view in VIEWS.items()}
 """The fields that tell settings of a case apart, beside the variant."""
-_NAMED_BY_VARIANT = ("variant", "bucket_size_mb", "cuda_graph", "nccl_max_ctas")
+_NAMED_BY_VARIANT = ("variant", "bucket_size_mb", "cuda_graph", "nccl_max_ctas", "copy_engines")
 """Fields in which the variants of one launch may differ."""
 
 

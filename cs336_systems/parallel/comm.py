@@ -205,12 +205,14 @@ def start_mean(tensors: Iterable[Tensor], name: str, communication_dtype: torch.
         else:
             works += [_start("allreduce", [[t]], c10d.AllreduceOptions(), name, op) for t in group]
 
-    def apply() -> None:
-        for t, s in zip(tensors, sent, strict=True):
-            if s is not t:
-                t.copy_(s)
+    return Transfer(name, works, lambda: copy_back(tensors, sent))
 
-    return Transfer(name, works, apply)
+
+def copy_back(tensors: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    """Copy averages back into tensors of which copies were sent."""
+    for t, s in zip(tensors, sent, strict=True):
+        if s is not t:
+            t.copy_(s)
 
 
 def check_dense(tensors: Iterable[Tensor], name: str) -> None:

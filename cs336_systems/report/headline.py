@@ -30,7 +30,7 @@ _STRATEGIES = ("overlap:100+graph", "bucketed:100+graph", "fsdp+graph", "fsdp+ze
 _PEERS = ("hf_llama", "torch_ddp", "torch_fsdp", "torch_fsdp+zero2")
 _SHAPE_FIELDS = ("batch_size", "num_heads", "head_size", "length", "is_causal")
 _STEP_FIELDS = ("size", "context_length", "batch_size", "precision", "compile")
-_PARALLEL_FIELDS = (*_STEP_FIELDS, "devices", "nccl_max_ctas")
+_PARALLEL_FIELDS = (*_STEP_FIELDS, "devices", "nccl_max_ctas", "copy_engines")
 
 
 _Compared = Iterator[tuple[str, dict[str, float], list[tuple[str, str, str]]]]

@@ -47,7 +47,7 @@ def with_added(rows: Sequence[Row]) -> list[Row]:
 
 
 DDP = View(
-    keys=(*SETTING, "variant", "nccl_max_ctas"),
+    keys=(*SETTING, "variant", "nccl_max_ctas", "copy_engines"),
     columns=(*_STEP, *_ADDED, _PEAK, *STREAMS),
     derive=with_added,
 )
