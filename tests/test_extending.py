@@ -207,7 +207,7 @@ def test_in_the_package_both_have_short_names(folder: Path, monkeypatch: pytest.
     monkeypatch.setitem(STRATEGIES, "together", StrategyFactory(f"{parallel.__name__}.{TOGETHER}"))
     monkeypatch.setitem(config.STRATEGIES, "together", TOGETHER)
     assert get_attention("by_rows").__module__ == f"{attention.__name__}.by_rows"
-    strategy = get_strategy(ParallelConfig(strategy="together").strategy_for(2))(torch.nn.Linear(2, 2), Options())
+    strategy = get_strategy(ParallelConfig(strategy="together").resolved(2).strategy)(torch.nn.Linear(2, 2), Options())
     assert type(strategy).__module__ == f"{parallel.__name__}.together"
     for name in (get_attention("by_rows").__module__, type(strategy).__module__):
         del sys.modules[name]

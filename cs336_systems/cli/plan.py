@@ -39,6 +39,8 @@ _MODEL = {
 _OPTIONS = ("num_kv_heads", "head_dim", "qk_norm", "tie_embeddings", "window", "window_every")
 """Further fields of the model that a plan takes."""
 _JOB = [field.name for field in fields(Job) if field.name not in ("shape", "optimizer", "fused", "clip")]
+_BY_GPUS = ("strategy", "bucket_size_mb", "reshard_after_forward")
+"""Fields whose defaults depend on the number of GPUs."""
 _BLOCK = ("batch_size", "precision", "attention")
 
 
@@ -61,7 +63,7 @@ def _job_parser(command: str, *names: str) -> Any:
         told = {param.arg_name: param.description for param in parse_from_object(cls).params}
         hints = get_type_hints(cls)
         for name in of_cls:
-            default = None if name == "strategy" else getattr(cls, name)  # it depends on the number of GPUs
+            default = None if name in _BY_GPUS else getattr(cls, name)
             is_flag: dict[str, Any] = {"nargs": "?", "const": True} if hints[name] is bool else {}
             parser.add_argument(f"--{name}", type=hints[name], default=default, help=told[name], **is_flag)
     return parser
@@ -93,8 +95,8 @@ def _job(options: Any, memory_gib: float | None = None) -> Job:
     if "strategy" in given:
         given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
     elif (world_size := given.get("world_size", 1)) > 1:
-        auto = ParallelConfig()
-        given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.resolved_bucket_size_mb()} | given
+        auto = ParallelConfig(shard_optimizer=given.get("shard_optimizer", False)).resolved(world_size)
+        given = {name: getattr(auto, name) for name in _BY_GPUS} | given
     if memory_gib is None or given.get("activation_offload") != "auto":
         return _as_trained(Job(shape=_shape(options), **given))
     job = _as_trained(Job(shape=_shape(options), **given | {"activation_offload": "none"}))

@@ -226,9 +226,10 @@ class ParallelConfig:
     """Training with several processes, one per GPU."""
 
     strategy: str = "auto"
-    """How the processes share the work, such as overlap, bucketed or fsdp. auto: none for one process, overlap with
-    bucket_size_mb 100 for several. All: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp, fsdp_simple,
-    torch_ddp, torch_fsdp, or your own class as module:Class."""
+    """How the processes share the work, such as overlap, bucketed or fsdp. auto: none for one process; for several fsdp
+    with reshard_after_forward false, or overlap with bucket_size_mb 100 for several micro-batches and with
+    shard_optimizer. All: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp, fsdp_simple, torch_ddp,
+    torch_fsdp, or your own class as module:Class."""
     devices: int = 1
     """Number of processes to start on this machine, one per GPU. Under torchrun, torchrun starts them."""
     bucket_size_mb: float | None = None
@@ -246,8 +247,7 @@ class ParallelConfig:
     nccl_max_ctas: int | None = None
     """Thread blocks per GPU that NCCL may take from computation (default: NCCL's choice). Not for gloo."""
     copy_engines: bool = True
-    """Let copy engines send what GPUs of one machine read from each other: weights of fsdp, half of the gradients of
-    bucketed and of overlap with a bucket size. false: NCCL sends everything."""
+    """Let copy engines gather the weights of fsdp, between GPUs of one machine. false: NCCL does."""
     init_timeout_s: float = 300.0
     """Seconds that processes wait for each other at the start."""
     step_timeout_s: float = 120.0
@@ -270,15 +270,15 @@ class ParallelConfig:
         accepted = f"true with parallel.strategy {strategy!r}, which does not shard weights"
         require_field(self, "parallel.reshard_after_forward", is_possible, accepted)
 
-    def strategy_for(self, world_size: int) -> str:
-        """The strategy for this many processes, with auto resolved."""
-        if self.strategy == "auto":
-            return "none" if world_size == 1 else "overlap"
-        return self.strategy
-
-    def resolved_bucket_size_mb(self) -> float | None:
-        """The bucket size, with auto's default resolved. None means the strategy's own default."""
-        return 100.0 if self.strategy == "auto" and self.bucket_size_mb is None else self.bucket_size_mb
+    def resolved(self, world_size: int, micro_batches: int = 1) -> "ParallelConfig":
+        """These options with strategy auto resolved: for this many processes, and micro-batches in a step."""
+        if self.strategy != "auto":
+            return self
+        if world_size == 1:
+            return dataclasses.replace(self, strategy="none")
+        if micro_batches > 1 or self.shard_optimizer:  # fsdp sends the gradients of each micro-batch
+            return dataclasses.replace(self, strategy="overlap", bucket_size_mb=self.bucket_size_mb or 100.0)
+        return dataclasses.replace(self, strategy="fsdp", reshard_after_forward=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,6 +408,10 @@ class RunConfig:
         is_possible = not (train.cuda_graph is True and parallel.strategy in NOT_RECORDED)
         accepted = f"none of {', '.join(NOT_RECORDED)} with train.cuda_graph"
         require_field(parallel, "parallel.strategy", is_possible, accepted)
+
+    def parallel_for(self, world_size: int) -> ParallelConfig:
+        """`parallel` with strategy auto resolved for this many processes."""
+        return self.parallel.resolved(world_size, self.train.gradient_accumulation_steps)
 
     @property
     def schedule(self) -> dict[str, Any]:

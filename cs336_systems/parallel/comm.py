@@ -205,14 +205,12 @@ def start_mean(tensors: Iterable[Tensor], name: str, communication_dtype: torch.
         else:
             works += [_start("allreduce", [[t]], c10d.AllreduceOptions(), name, op) for t in group]
 
-    return Transfer(name, works, lambda: copy_back(tensors, sent))
+    def apply() -> None:
+        for t, s in zip(tensors, sent, strict=True):
+            if s is not t:
+                t.copy_(s)
 
-
-def copy_back(tensors: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-    """Copy averages back into tensors of which copies were sent."""
-    for t, s in zip(tensors, sent, strict=True):
-        if s is not t:
-            t.copy_(s)
+    return Transfer(name, works, apply)
 
 
 def check_dense(tensors: Iterable[Tensor], name: str) -> None:

@@ -2,9 +2,8 @@
 
 The strategies differ in when they communicate. `NaiveDDP` sends the gradients one by one after the backward pass,
 `FlatDDP` all at once. `DDP` sends each one, or several together, as soon as they are ready, during the backward pass.
-`DDPBucketed` in `bucketed.py` does so too, and keeps several gradients in one tensor. Where GPUs read each other's
-memory (`peer_memory.py`), these two leave half of the sending to copy engines. All strategies leave the same gradients
-(Li et al. 2020, "PyTorch Distributed", section 3).
+`DDPBucketed` in `bucketed.py` does so too, and keeps several gradients in one tensor. All strategies leave the same
+gradients (Li et al. 2020, "PyTorch Distributed", section 3).
 """
 
 import math
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import comm, peer_memory
+from . import comm
 from .strategy import Strategy, UsedParameters, weak_hook
 
 
@@ -94,19 +93,9 @@ class DDP(Strategy):
         self._used = UsedParameters(self.trainable())
         self._order = self.trainable()[::-1]
         self._order_known = False
-        self._averager = self._make_averager()
         self._build_buckets()
         for p in self._order:
             p.register_post_accumulate_grad_hook(weak_hook(self._post_accumulate_grad))
-
-    def _make_averager(self) -> peer_memory.Averager | None:
-        """What averages groups by copies, in their own dtype, if GPUs read each other's memory."""
-        in_groups = self._order and self._max_bytes and self.grad_dtype is None
-        if not in_groups or not peer_memory.can_read_peers(self._order[0].device):
-            return None
-        sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._order]
-        largest = min(max(self._max_bytes, *sizes), sum(sizes))
-        return peer_memory.Averager(self._order[0].device, int(largest), len(sizes))
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -148,11 +137,7 @@ class DDP(Strategy):
         bucket = self._buckets[len(self._transfers)]
         more = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
         name = f"all-reduce of the gradient of {self._names[bucket[0]]}{more}"
-        tensors = self._tensors_to_send(bucket)
-        if self._averager is not None:
-            self._transfers.append(self._averager.start_mean(tensors, name))
-        else:
-            self._transfers.append(comm.start_mean(tensors, name, self.grad_dtype))
+        self._transfers.append(comm.start_mean(self._tensors_to_send(bucket), name, self.grad_dtype))
 
     def _tensors_to_send(self, bucket: list[nn.Parameter]) -> list[Tensor]:
         """The tensors to send for a bucket whose gradients are all ready."""

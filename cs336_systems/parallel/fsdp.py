@@ -136,7 +136,8 @@ class FSDP(Strategy):
         module.register_forward_pre_hook(outside(self._root_pre_forward))
         for number, fsdp_module in enumerate(self._fsdp_modules):
             fsdp_module.module.register_forward_pre_hook(outside(partial(self._pre_forward, number)))
-            fsdp_module.module.register_forward_hook(outside(partial(self._post_forward, number)), always_call=True)
+            fsdp_module.module.register_forward_hook(outside(partial(self._uninstall, number)), always_call=True)
+            fsdp_module.module.register_forward_hook(outside(partial(self._post_forward, number)))
         module.register_forward_hook(outside(self._root_post_forward))
         module.register_forward_hook(outside(self._end_forward), always_call=True)
 
@@ -180,11 +181,16 @@ class FSDP(Strategy):
         if self._meets_on is not None:
             peer_memory.meet(self._meets_on, "meeting before weights are read")
 
+    def _uninstall(self, number: int, *_: Any) -> None:
+        """Take the whole weights out of a module, also if its call has failed, before or while they came."""
+        if not _in_backward():  # there their gradients come next
+            is_recording = self._forward is not None and self._forward.records_order
+            self._fsdp_modules[number].install(GUARDED if is_recording else SHARDED)
+
     def _post_forward(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
         if _in_backward():
-            return  # keep the weights: their gradients come next
+            return
         fsdp_module, forward = self._fsdp_modules[number], self._forward
-        fsdp_module.install(GUARDED if forward is not None and forward.records_order else SHARDED)
         # An input that the module returns unchanged gets no hook: its backward belongs to the module that computed it.
         pre_backward = partial(self._pre_backward, number, self._num_forwards)
         reached = _register_pre_backward_hooks(output, pre_backward, since=fsdp_module.called_at)

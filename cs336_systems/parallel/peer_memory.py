@@ -8,8 +8,8 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -89,10 +89,10 @@ def _can_read_peers(device: torch.device, ranks: int) -> bool:
 
 
 class _Copies:
-    """Copies on a stream of their own, as a work that `Transfer` waits for. It keeps their tensors until then."""
+    """Copies on a stream of their own, as a work that `Transfer` waits for. It keeps their outputs until then."""
 
-    def __init__(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        self._event, self._work = torch.cuda.Event(), work
+    def __init__(self, stream: torch.cuda.Stream, outputs: Sequence[Tensor]) -> None:
+        self._event, self._outputs = torch.cuda.Event(), outputs
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -107,23 +107,17 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _start(
-    device: torch.device, work: Callable[[], None], name: str, apply: Callable[[], None] | None = None
-) -> comm.Transfer:
-    """Queue work on the stream of copies, behind all that the current stream has so far."""
-    stream = _stream_of(device)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch._C._profiler._RecordFunctionFast(name):
-        work()
-    return comm.Transfer(name, [_Copies(stream, work)], apply)
-
-
 def start_reading(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], name: str) -> comm.Transfer:
     """`comm.start_all_gather` by copies: fill each output (world_size * rows, ...) with the parts of all ranks."""
-    return _start(outputs[0].device, lambda: _copy(outputs, parts), name)
+    stream = _stream_of(outputs[0].device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch._C._profiler._RecordFunctionFast(name):
+        copy_parts(outputs, parts)
+    return comm.Transfer(name, [_Copies(stream, outputs)])
 
 
-def _copy(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+def copy_parts(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+    """The same on the current stream."""
     order = [(rank() + 1 + i) % world_size() for i in range(world_size())]  # no two ranks read the same one at once
     for output, of_ranks in zip(outputs, parts, strict=True):
         pieces = output.chunk(world_size())
@@ -134,44 +128,3 @@ def _copy(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
 def meet(device: torch.device, name: str) -> None:
     """Let the current stream continue when all ranks have come here on theirs."""
     comm.mean([torch.zeros(1, device=device)], name)
-
-
-class Averager:
-    """Averages gradients as `comm.start_mean` does: by a reduce-scatter, whose parts are then gathered by copies.
-
-    nbytes, num_tensors: the most in a call. Tensors that ranks cannot share evenly go to `comm`.
-    """
-
-    def __init__(self, device: torch.device, nbytes: int, num_tensors: int) -> None:
-        self._device, self._buffer = device, PeerBuffer(nbytes // world_size() + num_tensors * ALIGNMENT, device)
-        self._parts: dict[Any, list[list[Tensor]]] = {}  # by dtype and shapes
-
-    def start_mean(self, tensors: Sequence[Tensor], name: str) -> comm.Transfer:
-        """Average tensors of one dtype over all ranks, in place."""
-        comm.check_dense(tensors, name)
-        even: list[Tensor] = []
-        others: list[Tensor] = []
-        for t in tensors:
-            is_even = t.numel() and t.numel() % world_size() == 0 and t.device == self._device and not t.is_complex()
-            (even if is_even else others).append(t)
-        rest = comm.start_mean(others, name)
-        if not even:
-            return rest
-        sent = [t.contiguous() for t in even]
-
-        def finish() -> None:
-            rest.wait()
-            comm.copy_back(even, sent)
-
-        return _start(self._device, lambda: self._average([s.view(-1) for s in sent], name), name, finish)
-
-    def _average(self, flat: Sequence[Tensor], name: str) -> None:
-        key = flat[0].dtype, tuple(torch.Size([len(t) // world_size()]) for t in flat)
-        if key not in self._parts:
-            self._parts[key] = self._buffer.tensors(key[1], key[0])
-        parts = self._parts[key]
-        # The scatter also keeps this rank from writing parts which others read: it needs all ranks, and each begins it
-        # after its copies of the parts before.
-        comm.start_reduce_scatter_mean([of_ranks[rank()] for of_ranks in parts], flat, name).wait()
-        meet(self._device, name)
-        _copy(flat, parts)

@@ -64,7 +64,7 @@ def sent(job: Job, card: Card) -> Sent:
     w = job.world_size
     if job.is_sharded:
         kind, times = "all-gather", 3 if job.reshard_after_forward else 2
-        units, n = job.shape.num_layers + 2, num_parameters(job.shape)
+        units, n = job.shape.num_layers + 2 - job.shape.tie_embeddings, num_parameters(job.shape)
         formula, filled, nbytes = f"{job.number_bytes} N", f"{job.number_bytes} x {n:,}", job.number_bytes * n
     else:  # an all-reduce sends every byte twice
         kind, times, units = "all-reduce", 2, num_calls(job)

@@ -74,7 +74,7 @@ class Job:
     cuda_graph: bool = False
     """Record the step as a CUDA graph."""
     strategy: str = "none"
-    """How GPUs share the work (default: none; `cs336 plan` takes overlap with bucket_size_mb 100 for several)."""
+    """How GPUs share the work (default: none; `cs336 plan` takes what `cs336 train` does for several)."""
     world_size: int = 1
     """Number of GPUs."""
     shard_optimizer: bool = False
@@ -86,7 +86,7 @@ class Job:
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Type in which gradients are sent."""
     copy_engines: bool = True
-    """Copy engines send what GPUs of one machine can read from each other."""
+    """Copy engines gather the weights of fsdp."""
     optimizer: bool = True
     """Whether there is an optimizer step (AdamW in one kernel, PyTorch's or `fused`)."""
     fused: bool = False
@@ -125,8 +125,8 @@ class Job:
 
     def _check_shape(self) -> None:
         tied, window, kernels = self.shape.tie_embeddings, self.shape.window, ", ".join(WITH_WINDOW)
-        accepted = f"another than {', '.join(SHARDED)} with tie_embeddings true: there is no prediction for both"
-        require(not (tied and self.is_sharded), "strategy", self.strategy, accepted)
+        accepted = "another than torch_fsdp with tie_embeddings true: there is no prediction for both"
+        require(not (tied and self.strategy == "torch_fsdp"), "strategy", self.strategy, accepted)
         accepted = f"one of {kernels} with window {window}: there is no prediction for others"
         require(window is None or self.attention in WITH_WINDOW, "attention", self.attention, accepted)
 
@@ -186,13 +186,11 @@ class Job:
     @property
     def copied_share(self) -> float:
         """Share of the sent bytes that copy engines carry (`parallel/peer_memory.py`) between GPUs of one machine."""
-        if not self.copy_engines:
-            return 0.0
         is_even = all(rows % self.world_size == 0 for rows in (self.shape.d_model, self.shape.d_ff))
-        if self.strategy == "fsdp" and self.weight_dtypes["blocks"] == self.computing and is_even:
-            return 2 / 3 if self.reshard_after_forward else 1 / 2  # gathers, unless they pad or cast weights
-        in_groups = self.strategy in ("overlap", "bucketed") and self.bucket_size_mb is not None
-        return 1 / 2 if in_groups and self.grad_dtype == "same" else 0.0
+        as_computed = self.weight_dtypes["blocks"] == self.computing
+        if not (self.copy_engines and self.strategy == "fsdp" and is_even and as_computed):
+            return 0.0
+        return 2 / 3 if self.reshard_after_forward else 1 / 2  # gathers
 
     @property
     def computes_narrow(self) -> bool:
@@ -207,7 +205,7 @@ class Job:
     @property
     def casts_head(self) -> bool:
         """Whether autocast makes one of the head's: a tied one is float32 beside 16-bit matrices."""
-        return self.casts_weights or (self.has_masters and self.shape.tie_embeddings)
+        return self.casts_weights or (self.has_masters and self.shape.tie_embeddings and not self.is_sharded)
 
     @property
     def residual_number_bytes(self) -> int:

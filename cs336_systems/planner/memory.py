@@ -312,11 +312,12 @@ def moments(job: Job) -> dict[str, list[Term]]:
     sent = _of_all_weights("gradients in transit", cast, job, 1, bytes_of_kinds(job.shape, cast)[2])
     found["the end of backward"] = [*constant, after_loss, grads, units["end"], sent]
     if job.shape.tie_embeddings:  # autograd adds it to the head's, in place unless that is a transposed view
-        waiting = [head_grad] if job.strategy in IN_BUCKETS else []
-        more = b if job.casts_head or job.loss_chunk_tokens else 2 * b
+        number = job.number_bytes if job.is_sharded else b
+        more = number if job.casts_head or job.loss_chunk_tokens else 2 * number
         own = Term("gradient of the embedding", f"{more} V d = {more} x {e:,}", more * e)
-        found["backward of the first block"] += waiting
-        found["the end of backward"] += [*waiting, own]
+        waiting = Term("gradient of the head", f"{number} V d = {number} x {e:,}", number * e)
+        found["backward of the first block"] += [waiting] if job.is_sharded or job.strategy in IN_BUCKETS else []
+        found["the end of backward"] += [waiting, own] if job.strategy in IN_BUCKETS else [own]
     return found
 
 

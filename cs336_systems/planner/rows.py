@@ -67,17 +67,18 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         raise ValueError("no prediction for uneven batches and for accumulation")
     sharing: dict[str, Any] = {}
     if not alone:
-        chosen = ParallelConfig(strategy=parallel["strategy"], bucket_size_mb=parallel["bucket_size_mb"])
-        strategy, bucket_size_mb = chosen.strategy_for(world_size), chosen.resolved_bucket_size_mb()
+        names = ("strategy", "bucket_size_mb", "shard_optimizer", "reshard_after_forward")  # older rows lack some
+        chosen = ParallelConfig(**{name: parallel[name] for name in names if name in parallel}).resolved(world_size)
+        bucket_size_mb = chosen.bucket_size_mb
         if parallel.get("nccl_max_ctas"):
             raise ValueError("no prediction for a limited number of NCCL's thread blocks")
-        if strategy == "overlap" and "nccl_max_ctas" not in parallel:
+        if chosen.strategy == "overlap" and "nccl_max_ctas" not in parallel:
             bucket_size_mb = None  # in rows from before that field existed, it ignored the size
         sharing = dict(
-            strategy=ALIASES.get(strategy, strategy),
+            strategy=ALIASES.get(chosen.strategy, chosen.strategy),
             world_size=world_size,
-            shard_optimizer=bool(parallel.get("shard_optimizer", False)),
-            reshard_after_forward=parallel.get("reshard_after_forward", True),
+            shard_optimizer=bool(chosen.shard_optimizer),
+            reshard_after_forward=chosen.reshard_after_forward,
             bucket_size_mb=bucket_size_mb,
             grad_dtype=parallel["grad_dtype"],
             copy_engines=parallel.get("copy_engines", True),

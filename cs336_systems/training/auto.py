@@ -117,7 +117,7 @@ def compilation_pays(config: RunConfig, device: torch.device) -> bool:
 
 def why_not_recorded(config: RunConfig) -> str | None:
     """What of the run a CUDA graph cannot hold, or may not: code of the user's own may wait for the GPU."""
-    strategy, attention = config.parallel.strategy_for(comm.world_size()), config.model.attention
+    strategy, attention = config.parallel_for(comm.world_size()).strategy, config.model.attention
     if strategy in NOT_RECORDED or is_import_path(strategy):
         hint = "" if strategy in NOT_RECORDED else _HINT
         return f"parallel.strategy is {strategy}{hint}"

@@ -216,22 +216,23 @@ def strategy_of(config: RunConfig) -> StrategyFactory:
     Raises ValueError if there is none, or if it does not take an option that is set. A strategy may ignore the bucket
     size, which matters only for speed.
     """
-    name = config.parallel.strategy_for(comm.world_size())
-    strategy, defaults = get_strategy(name), ParallelConfig()
+    parallel, defaults = config.parallel_for(comm.world_size()), ParallelConfig()
+    strategy = get_strategy(parallel.strategy)
     for option in ("grad_dtype", "reshard_after_forward"):
-        value, default = getattr(config.parallel, option), getattr(defaults, option)
-        accepted = f"{shown(default)} with parallel.strategy {name!r}, which does not take it"
+        value, default = getattr(parallel, option), getattr(defaults, option)
+        accepted = f"{shown(default)} with parallel.strategy {parallel.strategy!r}, which does not take it"
         require(value == default or option in strategy.options, f"parallel.{option}", value, accepted)
     return strategy
 
 
 def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
     """The model in the configuration's strategy. Raises ValueError as `strategy_of` does."""
+    parallel = config.parallel_for(comm.world_size())
     options = Options(
-        bucket_size_mb=config.parallel.resolved_bucket_size_mb(),
-        grad_dtype=DTYPES.get(config.parallel.grad_dtype),
+        bucket_size_mb=parallel.bucket_size_mb,
+        grad_dtype=DTYPES.get(parallel.grad_dtype),
         compute_dtype=None if config.train.precision == "fp32" else DTYPES[config.train.precision],
-        reshard_after_forward=config.parallel.reshard_after_forward,
+        reshard_after_forward=parallel.reshard_after_forward,
     )
     return strategy_of(config)(model, options)
 

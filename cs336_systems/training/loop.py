@@ -110,7 +110,7 @@ class Trainer:
         self.position = Position()
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
         self._loss = compiled(cross_entropy) if config.train.compile else cross_entropy
-        name = config.parallel.strategy_for(comm.world_size())
+        name = config.parallel_for(comm.world_size()).strategy
         # Sharded weights are whole only in their block, and torch_ddp broadcasts all buffers.
         each_time = name in (*SHARDED, "torch_ddp") or is_import_path(name)
         self._fp8 = [] if each_time else [layer for layer in model.modules() if isinstance(layer, Fp8Linear)]

@@ -41,7 +41,7 @@ def memory_shortage(config: RunConfig, device: torch.device) -> str:
     """The message for a run that cannot fit into memory, or "". Builds no model: a huge one takes long to fail."""
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
-    strategy = config.parallel.strategy_for(world_size)
+    strategy = config.parallel_for(world_size).strategy
     sharded = strategy in SHARDED or is_import_path(strategy)  # a plug-in may shard
     needed = least_training_bytes(
         shape,

@@ -129,13 +129,13 @@ class Run:
 
     def _log_start(self) -> None:
         config = self.trainer.config
-        shape, train, parallel = config.model.shape, config.train, config.parallel
+        shape, train, parallel = config.model.shape, config.train, config.parallel_for(comm.world_size())
         where = {"cuda": self.env["gpu"], "mps": "Apple's GPU"}.get(
             self.trainer.device.type, f"{self.env['cpu_threads']} CPU threads"
         )
         if comm.world_size() > 1:
             sharded = ", sharded optimizer" if parallel.shard_optimizer else ""
-            where = f"{comm.world_size()} x {where} ({parallel.strategy_for(comm.world_size())}{sharded})"
+            where = f"{comm.world_size()} x {where} ({parallel.strategy}{sharded})"
         logger.info(
             f"model: {num_parameters(shape):,} parameters, {shape.num_layers} layers, on {where} in {train.precision}"
             f"{', compiled' if train.compile else ''}{', recorded' if train.cuda_graph else ''}"

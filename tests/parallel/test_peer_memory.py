@@ -56,49 +56,18 @@ class SharedMemory(peer_memory.PeerBuffer):
 def train_in_shared_memory(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
     peers: Any = peer_memory  # in a process of its own
     peers.PeerBuffer, peers.can_read_peers = SharedMemory, lambda device: True
-    peers._start = lambda device, work, name, apply=None: work() or comm.Transfer(name, apply=apply)
+    peers.start_reading = lambda outputs, parts, name: peers.copy_parts(outputs, parts) or comm.Transfer(name)
     return train_on_ranks(*args, **kwargs)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    "name, options",
-    [
-        ("overlap", {"bucket_size_mb": 0.002}),
-        ("overlap", {"bucket_size_mb": 100.0}),  # all in one
-        ("bucketed", {"bucket_size_mb": 0.002}),
-        ("fsdp", {}),
-        ("fsdp", {"reshard_after_forward": False}),
-    ],
-)
-def test_copies_between_processes_equal_one_process(name: str, options: dict[str, Any], world_size: int) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_copies_between_processes_equal_one_process(reshard_after_forward: bool, world_size: int) -> None:
     train = functools.partial(train_in_shared_memory, micro_batches=2)
-    check_training(name, "transformer", world_size, sgd, train=train, **options)
+    check_training("fsdp", "transformer", world_size, sgd, train=train, reshard_after_forward=reshard_after_forward)
 
 
 # On GPUs
-
-
-def averages() -> tuple[bool, list[list[float]]]:
-    """Whether this rank reads the others, and the largest differences from NCCL's averages."""
-    device = torch.device("cuda", comm.rank())
-    able = peer_memory.can_read_peers(device)
-    torch.manual_seed(comm.rank())
-    averager, found = peer_memory.Averager(device, 3 * 2**20, 7), []
-    for sizes in ([(64, 3)], [(1600, 400), (7,), (64,), (3, 5), (10, 3), (0, 4)], [(64, 3)]):
-        tensors = [*(torch.randn(size, device=device) for size in sizes), torch.randn(8, 6, device=device).t()]
-        expected = [tensor.clone() for tensor in tensors]
-        comm.mean(expected, "the expected averages")
-        averager.start_mean(tensors, "averages").wait()
-        found.append([(a - b).abs().sum().item() for a, b in zip(tensors, expected, strict=True)])
-    return able, found
-
-
-@pytest.mark.multigpu
-def test_an_averager_averages_all_tensors_also_those_that_ranks_cannot_share_evenly() -> None:
-    for able, differences in run_ranks(averages, 2, device="cuda"):
-        assert able
-        assert all(difference == 0 for of_step in differences for difference in of_step)
 
 
 def gathered() -> list[tuple[bool, bool]]:

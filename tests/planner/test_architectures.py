@@ -13,6 +13,7 @@ from cs336_basics.shape import ModelShape
 from cs336_systems.kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from cs336_systems.planner.accounting import matmul_parameters, num_parameters, training_flops
 from cs336_systems.planner.cards import CARDS
+from cs336_systems.planner.communication import sent
 from cs336_systems.planner.job import Job
 from cs336_systems.planner.memory import moments
 from cs336_systems.planner.products import products
@@ -42,6 +43,13 @@ def test_a_tied_head_has_one_table_and_a_gradient_beside_the_embeddings() -> Non
     assert "gradient of the head" not in end
     shared = dict(strategy="bucketed", world_size=2)
     assert terms_at("the end of backward", **shared)["gradient of the head"] == table
+    # FSDP sends it once, and computes with 16-bit rows of it, without a copy.
+    sharded: dict[str, Any] = dict(strategy="fsdp", world_size=2, fused=True)
+    assert sent(Job(shape=LLAMA, **sharded), H200).calls == 3 * (LLAMA.num_layers + 1)
+    assert terms_at("the loss", **sharded)["weight copies"] == 0
+    assert terms_at("backward of the first block", **sharded)["gradient of the head"] == table / 2
+    end = terms_at("the end of backward", **sharded)
+    assert end["whole units, gradients"] == (1 + 1 / 2) * table / 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -65,8 +73,8 @@ def test_the_two_gradients_of_a_tied_weight_are_added_where_the_count_says(
 
 
 def test_what_is_not_predicted_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^strategy is 'fsdp': .* with tie_embeddings true"):
-        Job(shape=LLAMA, strategy="fsdp", world_size=2)
+    with pytest.raises(ValueError, match=r"^strategy is 'torch_fsdp': .* with tie_embeddings true"):
+        Job(shape=LLAMA, strategy="torch_fsdp", world_size=2)
     with pytest.raises(ValueError, match=r"^attention is 'sdpa': it must be one of .*flash_triton.* with window 8"):
         Job(shape=replace(LLAMA, window=8), attention="sdpa")
 

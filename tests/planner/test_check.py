@@ -147,9 +147,8 @@ def test_overlap_took_no_notice_of_a_size_before_it_sent_groups() -> None:
 
 @pytest.mark.parametrize(
     "chosen, size, expected",
-    [("auto", None, ("overlap", 100)), ("auto", 10.0, ("overlap", 10)), ("overlap", None, ("overlap", None)),
-     ("individual", 10.0, ("individual", 10)), ("flashddp", None, ("bucketed", 100)),
-     ("flashddp", 10.0, ("bucketed", 10))],
+    [("auto", None, ("fsdp", None)), ("overlap", None, ("overlap", None)), ("individual", 10.0, ("individual", 10)),
+     ("flashddp", None, ("bucketed", 100)), ("flashddp", 10.0, ("bucketed", 10))],
 )  # fmt: skip
 def test_a_strategy_is_the_one_that_runs(chosen: str, size: float | None, expected: tuple[str, float | None]) -> None:
     row = deepcopy(next(row for row in GROUPS if row.variant == "overlap:100"))

@@ -432,9 +432,11 @@ def test_without_groups_renames_fields_but_not_values(message: str, ours: str) -
         raise ValueError(message)
 
 
-def test_auto_sends_gradients_in_buckets() -> None:
+def test_auto_shards_and_keeps_weights_whole_unless_gradients_would_be_sent_for_each_micro_batch() -> None:
     auto, overlap = ParallelConfig(), ParallelConfig(strategy="overlap")
-    assert [auto.strategy_for(n) for n in (1, 2)] == ["none", "overlap"]
-    assert auto.resolved_bucket_size_mb() == 100.0
-    assert overlap.resolved_bucket_size_mb() is None  # overlap sends each gradient separately
-    assert ParallelConfig(bucket_size_mb=25.0).resolved_bucket_size_mb() == 25.0
+    assert auto.resolved(1) == ParallelConfig(strategy="none")
+    assert auto.resolved(2) == ParallelConfig(strategy="fsdp", reshard_after_forward=False)
+    assert auto.resolved(2, micro_batches=4) == ParallelConfig(strategy="overlap", bucket_size_mb=100.0)
+    assert ParallelConfig(bucket_size_mb=25.0).resolved(2, micro_batches=4).bucket_size_mb == 25.0
+    assert ParallelConfig(shard_optimizer=True).resolved(2).strategy == "overlap"
+    assert overlap.resolved(2) is overlap

@@ -59,16 +59,14 @@ def test_with_a_loss_in_chunks_nobody_has_all_logits(tmp_path: Any) -> None:
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "fsdp"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_strategy_gets_the_types_and_the_size_of_the_configuration(
-    strategy: str, precision: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    strategy: str, precision: str, tmp_path: Any
 ) -> None:
-    """With one process the strategy is `none`, so it is told that there are two, and nothing is sent."""
     parallel: dict[str, Any] = dict(strategy=strategy, grad_dtype="bf16", devices=2)
     if strategy in ("overlap", "bucketed"):
         parallel["bucket_size_mb"] = 3.0
     if strategy == "fsdp":
         parallel["reshard_after_forward"] = False
     config = make_config(tmp_path, train=dict(precision=precision), parallel=parallel)
-    monkeypatch.setattr(type(config.parallel), "strategy_for", lambda self, _: self.strategy)
     wrapped = wrap_model(config, TransformerLM(**dataclasses.asdict(config.model.shape)))
     assert wrapped.grad_dtype == torch.bfloat16
     if isinstance(wrapped, DDP):

@@ -163,7 +163,7 @@ def torchrun(
 FAULTS = {  # fate of rank 1 in step 7 -> the message
     "raises": r"^cs336: rank 1: training at step 7 failed: the dog ate my gradients$",
     "is killed": r"^cs336: rank 1 was ended by SIGKILL; rank 0: .* at step 7 failed",
-    "hangs": r"^cs336: rank 0: all-reduce .* at step 7 failed",
+    "hangs": r"^cs336: rank 0: gather .* at step 7 failed",
 }
 
 

@@ -108,9 +108,9 @@ class LMMatrixBench:
         if any(getattr(self, name) is not None for name in SIZE_FIELDS):
             object.__setattr__(self, "size", None)
         with without_groups(_NAMES):
-            parallel = self.run_config(Path("unused")).parallel
+            config = self.run_config(Path("unused"))
             get_attention(self.kernel)
-            get_strategy(parallel.strategy_for(parallel.devices))
+            get_strategy(config.parallel_for(config.parallel.devices).strategy)
             check_devices(self.device, 1 if self.strategy == ALONE else self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
         if self.train_path is None:
