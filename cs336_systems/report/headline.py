@@ -26,7 +26,14 @@ _HEADS = 16  # models that people train have at least as many
 _LENGTH = 4096  # the length in the table; the picture has all
 # Only steps recorded as CUDA graphs: others wait for the host, so their order changes from launch to launch.
 _TRAINER = "cs336_graph"
-_STRATEGIES = ("overlap:100+graph", "bucketed:100+graph", "fsdp+graph", "fsdp+zero2+graph")
+_PAIRS = [
+    ("overlap:100+graph", "torch_ddp", "PyTorch's DDP"),
+    ("bucketed:100+graph", "torch_ddp", "PyTorch's DDP"),
+    ("fsdp+zero2+graph", "torch_ddp", "PyTorch's DDP"),  # ours by default
+    ("fsdp+graph", "torch_fsdp", "PyTorch's FSDP2"),
+    ("fsdp+zero2+graph", "torch_fsdp+zero2", "PyTorch's FSDP2"),
+]
+_STRATEGIES = {ours for ours, *_ in _PAIRS}
 _PEERS = ("hf_llama", "torch_ddp", "torch_fsdp", "torch_fsdp+zero2")
 _SHAPE_FIELDS = ("batch_size", "num_heads", "head_size", "length", "is_causal")
 _STEP_FIELDS = ("size", "context_length", "batch_size", "precision", "compile")
@@ -75,13 +82,7 @@ def _parallel(rows: Sequence[Row]) -> _Compared:
     for group in grouped(rows, _PARALLEL_FIELDS):
         c = group[0].config
         times = {row.config["variant"]: row.metrics["step_ms"]["p50"] for row in group}
-        pairs = []
-        for ours in _STRATEGIES:
-            stage = "+zero2" if "+zero2" in ours else ""  # gathers the weights once a step instead of twice
-            is_fsdp = ours.startswith("fsdp")
-            theirs = (f"torch_fsdp{stage}", "PyTorch's FSDP2") if is_fsdp else ("torch_ddp", "PyTorch's DDP")
-            pairs.append((ours, *theirs))
-        yield f"training step, {_batch(c)} on each of {c['devices']} GPUs{_compiled(c)}", times, pairs
+        yield f"training step, {_batch(c)} on each of {c['devices']} GPUs{_compiled(c)}", times, _PAIRS
 
 
 _CASES = {"kernels": _attention, "train-step": _training, "ddp": _parallel}
