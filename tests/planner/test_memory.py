@@ -322,6 +322,7 @@ def test_below_a_budget_of_one_a_compiled_block_saves_no_norm_and_no_product() -
     td, tf, small = 2 * 2 * 64 * 32, 2 * 2 * 64 * 64, 8 * 128 + 4 * 128 * 2
     assert sum(block_parts(job(**how)).values()) == 9 * td + 3 * tf + small
     assert sum(block_parts(job(**how, compile_memory_budget=0.75)).values()) == 6 * td + 2 * tf + small
+    assert sum(block_parts(job(**how, precision="fp8")).values()) == 6 * td + 2 * tf + small
     whole = sum(block_parts(job(**how)).values()) - td - 8 * 128
     assert sum(block_parts(job(**how, compile_memory_budget=0.25)).values()) == td + 8 * 128 + whole // 4
 

@@ -55,9 +55,9 @@ def test_weights_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch, how: d
     rounded: list[Tensor] = []
     quantized = fp8_linear.quantized
 
-    def count(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def count(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         rounded.append(x)
-        return quantized(x, dtype)
+        return quantized(x, *rest)
 
     monkeypatch.setattr(fp8_linear, "quantized", count)
     config = make_config(Path("unused"), train=dict(precision="fp8", batch_size=8, **how))
