@@ -182,6 +182,7 @@ def test_elementwise_bytes_by_hand() -> None:
     # The residual stream in bfloat16: 8 less, 20 less; with a budget 12 T d and 6 T d_ff, d_ff = 4 d, more.
     narrow = Job(shape=XL, compile=True, weight_dtype="bf16", compile_memory_budget=0.75)
     assert elementwise_bytes(narrow) == (54 * td, (92 + 12 + 24) * td)
+    assert elementwise_bytes(replace(narrow, precision="fp8", compile_memory_budget=1.0)) == elementwise_bytes(narrow)
 
 
 def test_attention_by_hand() -> None:
