@@ -142,7 +142,8 @@ class TrainConfig:
     compile_memory_budget below 1."""
     compile_memory_budget: float = 1.0
     """With compile: fraction of each block's activations to keep for the backward pass. Below 1, PyTorch recomputes the
-    cheapest ones (its activation_memory_budget); 0.75 recomputes the norms and the product in the gated layer."""
+    cheapest ones (its activation_memory_budget); 0.75 recomputes the norms and the product in the gated layer. fp8
+    recomputes these at 1, so it is best left there: below 1 it recomputes products too."""
     cuda_graph: bool | Literal["auto"] = "auto"
     """Record the step as a CUDA graph and replay it. This removes launch overhead, which dominates for small models.
     With optimizer.implementation fused the update is recorded too. auto: on a GPU, except with torch_ddp, torch_fsdp

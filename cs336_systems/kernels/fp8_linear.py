@@ -1,8 +1,8 @@
 """Linear layers whose products are FP8 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning").
 
-y = x W^T and dx = dy W are FP8 products, which tensor cores compute at twice the rate of 16 bits. dW = dy^T x stays
-16-bit: it is the sum over all tokens, and FP8 would need transposed copies of x and dy. x and W are rounded to E4M3
-(3 bits of mantissa, up to 448), dy to E5M2 (2 bits, up to 57,344), because gradients span more orders of magnitude.
+y = x W^T, dx = dy W and dW = dy^T x are FP8 products, which tensor cores compute at twice the rate of 16 bits. x and W
+are rounded to E4M3 (3 bits of mantissa, up to 448), dy to E5M2 (2 bits, up to 57,344), because gradients span more
+orders of magnitude. Tensor cores want the numbers of a sum side by side, so W is transposed for dx, dy and x for dW.
 
 Each tensor has one scale, which takes its largest number to the largest of the format. It comes from the tensor itself
 right before the product, so nothing is kept from step to step: checkpoints, recorded steps and other strategies need
@@ -24,7 +24,7 @@ from cs336_basics.model import Linear
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""Input and output sizes of an FP8 product are multiples of 16."""
+"""Sizes of FP8 products are multiples of 16. With another number of tokens dW is a 16-bit product."""
 
 
 def use_fp8(model: nn.Module) -> None:
@@ -80,13 +80,14 @@ def weights_rounded_once(
             layer.rounded = layer.inverse = None
 
 
-def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x in an FP8 dtype, scaled so that its largest number is the format's, and the factor () that undoes the scaling.
 
-    A number that is not finite makes the factor so too, and with it the product.
+    inverse: that factor, if it is known. A number that is not finite makes it so too, and with it the product.
     """
     largest = torch.finfo(dtype).max
-    inverse = x.abs().amax().to(torch.float32).clamp(min=math.ldexp(1, -100)) / largest
+    if inverse is None:
+        inverse = x.abs().amax().to(torch.float32).clamp(min=math.ldexp(1, -100)) / largest
     return (x.to(torch.float32) / inverse).clamp(-largest, largest).to(dtype), inverse
 
 
@@ -94,25 +95,31 @@ def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dty
     """a b^T for `quantized` a (M, K) and b (N, K), in a 16-bit dtype. Sums are float32, for E4M3 rougher ones."""
     (a8, a_inverse), (b8, b_inverse) = a, b
     columns = b8.contiguous().t()
-    return torch._scaled_mm(a8, columns, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=a8.dtype == FORWARD)
+    return torch._scaled_mm(
+        a8.contiguous(), columns, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=a8.dtype == FORWARD
+    )
 
 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: Tensor | None, inverse: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, rounded, inverse)
         w8 = quantized(weight, FORWARD) if rounded is None or inverse is None else (rounded, inverse)
-        rows = x.reshape(-1, x.shape[-1])
-        return product(quantized(rows, FORWARD), w8, x.dtype).view(*x.shape[:-1], len(weight))
+        x8 = quantized(x.reshape(-1, x.shape[-1]), FORWARD)
+        ctx.save_for_backward(x, weight, rounded, inverse, x8[1])
+        return product(x8, w8, x.dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (x, weight, rounded, inverse) = gradients, ctx.saved_tensors
+        (dy,), (x, weight, rounded, inverse, x_inverse) = gradients, ctx.saved_tensors
         dx = dW = None
-        dy_rows = dy.reshape(-1, dy.shape[-1])
+        rows, dy_rows = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, dy))
+        dy8, dy_inverse = quantized(dy_rows, BACKWARD)
         if ctx.needs_input_grad[0]:
             w8, inverse = quantized(weight, FORWARD) if rounded is None else (rounded, inverse)
-            dx = product(quantized(dy_rows, BACKWARD), (w8.t(), inverse), dy.dtype).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            dW = dy_rows.t() @ x.reshape(-1, x.shape[-1])
+            dx = product((dy8, dy_inverse), (w8.t(), inverse), dy.dtype).view(x.shape)
+        if ctx.needs_input_grad[1] and len(rows) % MULTIPLE:
+            dW = dy_rows.t() @ rows
+        elif ctx.needs_input_grad[1]:
+            x8, _ = quantized(rows, FORWARD, x_inverse)
+            dW = product((dy8.t(), dy_inverse), (x8.t(), x_inverse), dy.dtype)
         return dx, dW, None, None

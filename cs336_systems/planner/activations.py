@@ -35,7 +35,8 @@ def block_parts(job: Job) -> dict[str, int]:
 
     With 16-bit weights the input is 2 T d. With a memory budget below 1 the partitioner keeps at most that share of
     everything but the input. It first drops all tensors that need no product to recompute: c T d of each norm, the
-    product in ffn, and o by tokens where o is kept.
+    product in ffn, and o by tokens where o is kept. With FP8 it drops them at any budget, because products read what is
+    rounded from them, and rounding needs no product either. The share is then of what is left.
     """
     s, c, t, (of_q, of_k) = job.shape, job.number_bytes, job.tokens, widths(job.shape)
     length, d = s.context_length, s.d_model
@@ -51,10 +52,11 @@ def block_parts(job: Job) -> dict[str, int]:
     inside += s.qk_norm * (c * t * (of_q + of_k) + 4 * t * (s.num_heads + s.kv_heads))
     entry, budget = job.residual_number_bytes * t * d + 8 * t, job.compile_memory_budget
     rest = {"norms, output_proj": 3 * c * t * d, "attention": inside, "ffn": 3 * c * t * s.d_ff}
-    most = int(budget * sum(rest.values()))
-    if budget < 1:
-        inside -= 0 if job.holds_scores else c * t * of_q
-        rest = {"norms, output_proj": c * t * d, "attention": inside, "ffn": 2 * c * t * s.d_ff}
+    inside -= 0 if job.holds_scores else c * t * of_q
+    of_products = {"norms, output_proj": c * t * d, "attention": inside, "ffn": 2 * c * t * s.d_ff}
+    most = int(budget * sum((of_products if job.precision == "fp8" else rest).values()))
+    if job.recomputes_elementwise:
+        rest = of_products
     if sum(rest.values()) > most:
         rest = {"within the budget": most}
     return {"input": entry, **rest}

@@ -146,6 +146,11 @@ class Job:
         return self.precision == "fp8" and not self.is_sharded and self.strategy not in NEED_FLOAT32
 
     @property
+    def recomputes_elementwise(self) -> bool:
+        """Whether compiled blocks recompute what needs no product: norms, and the gated product."""
+        return self.precision == "fp8" or self.compile_memory_budget < 1
+
+    @property
     def number_bytes(self) -> int:
         """c: bytes per number in the output of a matrix product."""
         return NUMBER_BYTES[self.precision]

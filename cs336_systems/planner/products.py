@@ -57,7 +57,7 @@ def product_seconds(m: int, n: int, k: int, number_bytes: int, card: Card) -> fl
 def products_seconds(job: Job, card: Card) -> tuple[float, float]:
     """Seconds of all products with weights, in the forward pass and in the backward pass.
 
-    With FP8, the blocks' outputs and gradients of inputs come from FP8 products.
+    With FP8, those of the blocks are FP8 products.
     """
     forward = backward = 0.0
     *blocks, head = products(job)
@@ -66,7 +66,7 @@ def products_seconds(job: Job, card: Card) -> tuple[float, float]:
         of_input, of_weight = gradients_of(*sizes)
         forward += count * product_seconds(*sizes, size, card)
         backward += count * product_seconds(*of_input, size, card)
-        backward += count * product_seconds(*of_weight, job.number_bytes, card)
+        backward += count * product_seconds(*of_weight, size, card)
     return forward, backward
 
 
@@ -75,7 +75,8 @@ def rounding_bytes(job: Job) -> tuple[int, int]:
 
     A tensor is read for its largest number, read again and written: 5 bytes a number. A forward pass rounds the inputs
     of products (q, k and v share one, and so do w1 and w3), and the weights if they are not kept. The rest are the
-    gradients of outputs, and the weights again, which are also transposed, 2 bytes more.
+    gradients of outputs, and the weights again, which are also transposed, 2 bytes more. For the gradients of weights,
+    inputs and gradients of outputs are rounded again, transposed. Their scales are known: 3 bytes a number.
     """
     if job.precision != "fp8":
         return 0, 0
@@ -83,4 +84,4 @@ def rounding_bytes(job: Job) -> tuple[int, int]:
     weights, inputs = block_matrices(s), t * (2 * s.d_model + of_q + s.d_ff)
     outputs = t * (of_q + 2 * of_k + 2 * s.d_model + 2 * s.d_ff)
     forward = 5 * (inputs + (0 if job.rounds_weights_once else weights))
-    return s.num_layers * forward, s.num_layers * (5 * outputs + 7 * weights)
+    return s.num_layers * forward, s.num_layers * (5 * outputs + 3 * (inputs + outputs) + 7 * weights)

@@ -64,7 +64,7 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
         backward   gradients of sums and norms 40, their casts and the rest 10 c              (40 + 10 c) T d
                    rotary, and norms of q and k; o by tokens                    2 c (or 3 c) T (Q + K) + 2 c T Q
                    of w1 x and w3 x                                                           5 c T d_ff
-        again      below a memory budget of 1, norms and silu(w1 x) w3 x                      4 c T d + 3 c T d_ff
+        again      with FP8 or a memory budget below 1, norms and silu(w1 x) w3 x             4 c T d + 3 c T d_ff
                    and o by tokens, unless scores are kept                                    2 c T Q
 
     The 16 and the 40 are for a float32 residual stream, and half of that for a 16-bit one.
@@ -89,7 +89,7 @@ def _elementwise_factors(job: Job) -> tuple[dict[str, int], dict[str, int]]:
     """The factor of T and each width in `elementwise_bytes`, forward and backward."""
     c, norms = job.number_bytes, job.shape.qk_norm
     if job.compile:
-        r, again, o_again = job.residual_number_bytes, job.compile_memory_budget < 1, 0 if job.holds_scores else 2
+        r, again, o_again = job.residual_number_bytes, job.recomputes_elementwise, 0 if job.holds_scores else 2
         forward = {"d": 4 * r + 5 * c, "H D": 4 * c, "H_kv D": 2 * c, "d_ff": 3 * c}
         backward = {"d": 10 * r + (10 + 4 * again) * c, "H D": (4 + norms + o_again * again) * c,
                     "H_kv D": (2 + norms) * c, "d_ff": (5 + 3 * again) * c}  # fmt: skip
@@ -155,7 +155,7 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
         _through_memory("loss", loss_formula, loss, card),
     ]
     if sum(rounding):
-        terms.append(_through_memory("rounding to FP8", "5 bytes a number, and of weights more", sum(rounding), card))
+        terms.append(_through_memory("rounding to FP8", "5 or 3 bytes a number, 7 a weight", sum(rounding), card))
     recomputed = layers - kept_blocks(job)[0]
     if recomputed:
         again = small[0] + rounding[0] / card.bandwidth

@@ -142,7 +142,7 @@ class Run:
         )
         slow = why_fp8_is_slow(self.trainer.device, shape.d_model) if train.precision == "fp8" else ""
         if slow:
-            logger.warning(f"train.precision is 'fp8', which gains nothing here: {slow}")
+            logger.warning(f"train.precision is 'fp8', which may gain nothing here: {slow}")
         if self.first_step > train.max_steps:
             logger.info(
                 f"training: nothing to do, the checkpoint is of step {self.first_step - 1} and train.max_steps is "

@@ -15,7 +15,7 @@ from cs336_systems.kernels.fp8_linear import BACKWARD, FORWARD, Fp8Linear, quant
 from ..training.helpers import make_config, tiny_trainer
 from ..training.test_blocks import INDUCTOR_WITHOUT_ITS_CODE
 
-D_IN, D_OUT, TOKENS = 64, 48, (2, 20)
+D_IN, D_OUT, TOKENS = 64, 48, (2, 24)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -27,9 +27,9 @@ def layer(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Fp8Linear
     return linear
 
 
-def inputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
+def inputs(device: str = "cpu", tokens: tuple[int, int] = TOKENS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, dy = (torch.randn(*TOKENS, d, generator=generator).to(device, torch.bfloat16) for d in (D_IN, D_OUT))
+    x, dy = (torch.randn(*tokens, d, generator=generator).to(device, torch.bfloat16) for d in (D_IN, D_OUT))
     return x.requires_grad_(), dy * 1e-6  # gradients are small
 
 
@@ -41,12 +41,15 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_products_are_those_of_rounded_numbers(device: str, is_compiled: bool) -> None:
-    linear, (x, dy) = layer(device), inputs(device)
+@pytest.mark.parametrize("tokens", [TOKENS, (2, 20)])
+def test_products_are_those_of_rounded_numbers(device: str, is_compiled: bool, tokens: tuple[int, int]) -> None:
+    linear, (x, dy) = layer(device), inputs(device, tokens)
     y = (torch.compile(linear) if is_compiled else linear)(x)
     y.backward(dy)
     x8, w8, dy8 = rounded(x, FORWARD), rounded(linear.weight, FORWARD), rounded(dy, BACKWARD)
-    expected = {"y": x8 @ w8.T, "dx": dy8 @ w8, "dW": dy.double().flatten(0, 1).T @ x.detach().double().flatten(0, 1)}
+    factors = (dy8, x8) if tokens == TOKENS else (dy.double(), x.detach().double())
+    of_dy, of_x = (factor.flatten(0, 1) for factor in factors)
+    expected = {"y": x8 @ w8.T, "dx": dy8 @ w8, "dW": of_dy.T @ of_x}
     found = {"y": y, "dx": x.grad, "dW": linear.weight.grad}
     for name, truth in expected.items():
         result = found[name]
@@ -63,13 +66,15 @@ def test_errors_are_those_of_fp8() -> None:
     y = linear(x)
     y.backward(dy)
     wide_x, wide_w = x.detach().double(), linear.weight.detach().double()
-    pairs = [(y, wide_x @ wide_w.T), (x.grad, dy.double() @ wide_w)]
+    wide_dW = dy.double().flatten(0, 1).T @ wide_x.flatten(0, 1)
+    pairs = [(y, wide_x @ wide_w.T), (x.grad, dy.double() @ wide_w), (linear.weight.grad, wide_dW)]
     errors = [
         float((result.detach().double() - truth).norm() / truth.norm()) for result, truth in pairs if result is not None
     ]
     # Rounding to m bits of mantissa has an error of about 2^-m / sqrt(12) / 1.4, here of both factors.
     assert 0.02 < errors[0] < 0.05
     assert 0.04 < errors[1] < 0.08
+    assert 0.04 < errors[2] < 0.08
 
 
 @pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])

@@ -316,14 +316,17 @@ def test_a_loss_in_chunks_holds_the_logits_of_a_chunk() -> None:
 
 
 def test_below_a_budget_of_one_a_compiled_block_saves_no_norm_and_no_product() -> None:
-    """As counted with hooks in tests/training/test_build.py: 6 T d and 2 T d_ff numbers, and small ones."""
+    """As counted with hooks in tests/training/test_blocks.py: 6 T d and 2 T d_ff numbers, and small ones."""
     shape = replace(SHAPE, context_length=64, d_model=32, d_ff=64)
     how: dict[str, Any] = dict(shape=shape, compile=True, weight_dtype="bf16")
     td, tf, small = 2 * 2 * 64 * 32, 2 * 2 * 64 * 64, 8 * 128 + 4 * 128 * 2
     assert sum(block_parts(job(**how)).values()) == 9 * td + 3 * tf + small
     assert sum(block_parts(job(**how, compile_memory_budget=0.75)).values()) == 6 * td + 2 * tf + small
+    assert sum(block_parts(job(**how, precision="fp8")).values()) == 6 * td + 2 * tf + small
     whole = sum(block_parts(job(**how)).values()) - td - 8 * 128
     assert sum(block_parts(job(**how, compile_memory_budget=0.25)).values()) == td + 8 * 128 + whole // 4
+    fp8 = job(**how, precision="fp8", compile_memory_budget=0.5)
+    assert sum(block_parts(fp8).values()) == td + 8 * 128 + (5 * td + 2 * tf + 4 * 128 * 2) // 2
 
 
 def test_an_eager_block_of_narrow_weights_as_the_hooks_show() -> None:

@@ -20,6 +20,7 @@ from cs336_systems.config.run import TrainConfig
 from cs336_systems.kernels.attention import check_attention, flash_torch, get_attention, is_attention
 from cs336_systems.kernels.attention.contract import band_of
 from cs336_systems.kernels.attention.function import flash_function
+from cs336_systems.kernels.fp8_linear import use_fp8
 from cs336_systems.training.build import prepare_blocks
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.preflight import check_config
@@ -41,12 +42,14 @@ def partition(joint: Any, inputs: Any, **how: Any) -> Any:
 INDUCTOR_WITHOUT_ITS_CODE = aot_autograd(fw_compiler=nop, partition_fn=partition, decompositions=select_decomp_table())
 
 
-def saved_numbers(budget: float, policy: str = "none", compile: bool = True) -> tuple[int, Tensor]:
+def saved_numbers(budget: float, policy: str = "none", compile: bool = True, fp8: bool = False) -> tuple[int, Tensor]:
     """How many numbers a block keeps for backward, besides its weights, and the gradient of its input."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = TransformerLM(8, 64, 32, 1, 2, 64, attention=get_attention("sdpa"))
     how = TrainConfig(compile=compile, compile_memory_budget=budget, activation_checkpointing=policy)
+    if fp8:
+        use_fp8(model.to(torch.bfloat16).layers)
     prepare_blocks(model, how)
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
@@ -57,7 +60,7 @@ def saved_numbers(budget: float, policy: str = "none", compile: bool = True) -> 
             saved[storage.data_ptr()] = storage.nbytes() // t.itemsize
         return t
 
-    x = torch.randn(2, 64, 32, requires_grad=True)
+    x = torch.randn(2, 64, 32, dtype=torch.bfloat16 if fp8 else torch.float32, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         y = model.layers[0](x)
     y.square().sum().backward()
@@ -75,6 +78,14 @@ def test_below_a_budget_of_one_a_compiled_block_keeps_only_the_results_of_its_pr
     assert everything == 9 * td + 3 * tf + inverse_rms + logsumexp
     assert less == 6 * td + 2 * tf + inverse_rms + logsumexp
     torch.testing.assert_close(gradient, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_block_with_fp8_keeps_them_alone_at_any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products read what is rounded from norms and the gated product, and rounding is recomputed, too."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
+    td, tf, inverse_rms, logsumexp = 2 * 64 * 32, 2 * 64 * 64, 2 * 2 * 64, 2 * 2 * 64
+    scales = 7 + 4  # of weights and inputs
+    assert saved_numbers(1.0, fp8=True)[0] == 6 * td + 2 * tf + scales + inverse_rms + logsumexp
 
 
 # Activation checkpointing
