@@ -105,7 +105,7 @@ ATTENTION_VIEWS: dict[str, View] = {
         derive=lambda rows: _against(rows, "kernel", "naive"),
     ),
     "kernels": View(
-        keys=("dtype", "is_causal", "shape", "num_kv_heads", "window", "document_length", "kernel"),
+        keys=("dtype", "is_causal", "shape", "num_kv_heads", "window", "document_length", "host_time", "kernel"),
         columns=(
             _FORWARD,
             _BACKWARD,

@@ -1,5 +1,7 @@
 """The instruments: clocks, and streams and gathers in synthetic traces whose every microsecond is known."""
 
+import statistics
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -195,21 +197,40 @@ def test_gradients_are_cleared_before_each_timed_call() -> None:
     assert all(grad is None for grad in calls)
 
 
-def test_on_a_gpu_the_cache_is_flushed_before_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host_time", [True, False])
+def test_on_a_gpu_the_cache_is_flushed_before_each_call(host_time: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     event = SimpleNamespace(record=lambda: seen.append("event"), elapsed_time=lambda end: 2.0)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(zero_=lambda: seen.append("flushed")))
     x = SimpleNamespace(grad=1)
-    times, period = timing._gpu_times(lambda: seen.append(f"work, {x.grad}"), 2, [x], torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append("slept"))
+    work = lambda: seen.append(f"work, {x.grad}")  # noqa: E731
+    times, period = timing._gpu_times(work, 2, [x], torch.device("cuda"), host_time)
     assert (times, period) == ([2.0, 2.0], 2.0)
-    assert seen == 2 * ["event", "flushed", "event", "work, None", "event"] + ["waited"]
+    slept = [] if host_time else ["slept"]
+    assert seen == 2 * ["event", *slept, "flushed", "event", "work, None", "event"] + ["waited"]
+
+
+@pytest.mark.gpu
+def test_the_hosts_time_counts_unless_the_gpu_waits_for_the_host() -> None:
+    x = torch.zeros(8, device="cuda")
+
+    def work() -> None:
+        time.sleep(1e-3)
+        x.add_(1)
+
+    for host_time, in_range in ((True, lambda ms: ms > 0.5), (False, lambda ms: ms < 0.1)):
+        times = time_ms(work, x.device, warmup_ms=5, rep_ms=50, host_time=host_time)
+        assert in_range(statistics.median(times)), (host_time, times)
 
 
 def test_on_a_gpu_the_flushes_count_towards_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    monkeypatch.setattr(timing, "_gpu_times", lambda work, count, *_: (counts.append(count) or count * [0.02], 0.125))
+    monkeypatch.setattr(
+        timing, "_gpu_times", lambda work, count, *_, **__: (counts.append(count) or count * [0.02], 0.125)
+    )
     times = time_ms(lambda: None, torch.device("cuda"), warmup_ms=25, rep_ms=100)
     assert times == 800 * [0.02]
     assert counts == [1, 4, 200, 800]

@@ -51,7 +51,7 @@ def test_kernels_take_turns_and_all_rounds_count(monkeypatch: pytest.MonkeyPatch
         turns.append(name)
         return real(name)
 
-    def fake_time_ms(work: Any, device: Any, warmup_ms: float, rep_ms: float, gradients_of: Any) -> list[float]:
+    def fake_time_ms(work: Any, *how: Any) -> list[float]:
         nonlocal now
         now = now or [next(rounds)] * len(WORKS)
         work()

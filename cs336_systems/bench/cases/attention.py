@@ -85,6 +85,9 @@ class AttentionBench:
     """Time for warming up before each measurement."""
     rep_ms: float = 0.0
     """Time for each measurement."""
+    host_time: bool = True
+    """Whether the host's time for launching counts. false: the GPU waits 2 ms before each call while the host queues
+    it."""
     warmup: int = 0
     """Passes before the measured ones."""
     repeats: int = 1
@@ -180,6 +183,7 @@ class KernelsBench(InTurnsBench):
     """Keys that a query sees at most (default: all)."""
     document_length: int | None = swept(None)
     """Tokens of each document, a divisor of the length (default: one document)."""
+    host_time: bool = swept(True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -143,7 +143,8 @@ class KernelInTurns:
         self.gpu_states[0] = self.gpu_states[0] or current_gpu_state()
         for work in self.works:
             if min(self.times.get(work, [0])) <= _SLOW_MS:
-                times = time_ms(calls[work], self.do.device, self.config.warmup_ms, self.config.rep_ms, self.qkv)
+                windows = self.config.warmup_ms, self.config.rep_ms
+                times = time_ms(calls[work], self.do.device, *windows, self.qkv, self.config.host_time)
                 self.times.setdefault(work, []).extend(times)
         self.gpu_states[1] = current_gpu_state()
         self.clear_gradients()
@@ -152,7 +153,11 @@ class KernelInTurns:
         if self.failure is not None:
             return self.failure
         samples = {work: len(times) for work, times in self.times.items()}
-        metrics: dict[str, Any] = {**self.facts, "timer": timer(self.do.device), "samples": samples}
+        metrics: dict[str, Any] = {
+            **self.facts,
+            "timer": timer(self.do.device, self.config.host_time),
+            "samples": samples,
+        }
         for work, times in self.times.items():
             metrics |= timed(self.config, work, times)
         row = measured(self.case, self.config.kernel, row_config(self.config), self.ran, metrics)
