@@ -114,7 +114,8 @@ def _print(sections: Sequence[Section], options: Any) -> int:
 
 
 def _planned(job: Job, options: Any, card: Card, memory_gib: float) -> Section:
-    """The assumptions of a plan, and whether its peak fits the card."""
+    """The assumptions of a plan, and whether its peak fits the card. Raises ValueError if it lacks the precision."""
+    card.check(job.precision)
     shape = [f"{name} {getattr(job.shape, name):,}" for name in (*SIZE_FIELDS, "vocab_size", "context_length")]
     defaults = ModelShape.defaults()
     shape += [f"{name} {value}" for name in _OPTIONS if (value := getattr(job.shape, name)) != defaults[name]]

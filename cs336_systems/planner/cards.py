@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config.checks import require
 from ..machine.peaks import peak_flops
+from .accounting import NUMBER_BYTES
 
 # Share of the datasheet that large bfloat16 products (790 of 989 TFLOP/s) and device copies (4.3 of 4.8 TB/s) reach on
 # an H200; assumed for the other cards.
@@ -44,6 +45,12 @@ class Card:
     def peak(self, precision: str) -> float | None:
         """The datasheet's FLOP/s, on which MFU is based."""
         return peak_flops(self.name, precision)
+
+    def check(self, precision: str) -> None:
+        """Raise ValueError for a precision that the card does not have, if there is a datasheet."""
+        known = [each for each in NUMBER_BYTES if self.peak(each) is not None]
+        accepted = f"{' or '.join(known)} on {self.name}"
+        require(not known or precision in known, "precision", precision, accepted)
 
     def attention_rate(self, length: int) -> float:
         """FLOP/s of flash attention at a length: interpolated in log(length), and proportional below the first one."""

@@ -4,7 +4,6 @@ Products are bound by operations, everything else by the bytes it reads and writ
 overhead on the host is not included, so an eager step may take longer; one recorded as a CUDA graph does not.
 """
 
-from ..config.checks import require
 from .accounting import (
     KINDS,
     NUMBER_BYTES,
@@ -333,13 +332,7 @@ def step_seconds(job: Job, card: Card) -> float:
 
 
 def step_sections(job: Job, card: Card) -> list[Section]:
-    """Operations, bytes, time by part and MFU, if there is a prediction of the time.
-
-    Raises ValueError for a precision that the card does not have.
-    """
-    known = [precision for precision in NUMBER_BYTES if card.peak(precision) is not None]
-    accepted = f"{' or '.join(known)}, which a {card.name} has"
-    require(not known or job.precision in known, "precision", job.precision, accepted)
+    """Operations, bytes, time by part and MFU, if there is a prediction of the time."""
     s, t = job.shape, job.tokens
     n, nm, flops = num_parameters(s), matmul_parameters(s), training_flops(s, job.batch_size, s.context_length)
     d, layers = s.d_model, s.num_layers

@@ -200,7 +200,11 @@ def test_check_reads_all_row_files_below_a_folder(plan: Run, tmp_path: Path) -> 
         (("memory", "--attention", "flesh"), "attention is 'flesh': it must be one of naive"),
         (("memory", "--batchsize", "4"), "unknown field batchsize: did you mean batch_size?"),
         (("step", "--bandwidth_tb_s", "-1"), "bandwidth_tb_s is -1.0: it must be at least 1e-6"),
-        (("step", "--card", "T4"), "precision is 'bf16': it must be fp32 or fp16, which a T4 has"),
+        (("step", "--card", "T4"), "precision is 'bf16': it must be fp32 or fp16 on T4"),
+        (
+            ("memory", "--card", "A100", "--precision", "fp8"),
+            "precision is 'fp8': it must be fp32 or bf16",
+        ),
         (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
         (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
         (

@@ -345,9 +345,10 @@ def working(section: int, name: str, card: Card = H200, **given: Any) -> str:
 
 def test_a_precision_that_a_card_does_not_have_is_refused() -> None:
     t4 = get_card("T4")
-    with pytest.raises(ValueError, match="precision is 'bf16': it must be fp32 or fp16, which a T4 has"):
-        step_sections(Job(shape=XL), t4)
+    with pytest.raises(ValueError, match="precision is 'bf16': it must be fp32 or fp16 on T4"):
+        t4.check("bf16")
     for precision in ("fp16", "fp32"):
+        t4.check(precision)
         assert step_sections(Job(shape=XL, precision=precision), t4)[-1].value("MFU") > 0
 
 
