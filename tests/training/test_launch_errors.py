@@ -127,7 +127,7 @@ def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (dict(parallel=dict(strategy="fsdp", shard_optimizer=True)), "parallel.shard_optimizer is true"),
         (
             dict(parallel=dict(reshard_after_forward=False)),
-            "reshard_after_forward is false: it must be true with .*'auto'",
+            "reshard_after_forward is false: it must be true with .*'auto', which decides it",
         ),
         (dict(parallel=dict(devices=2), train=dict(device="cuda:1")), "train.device is 'cuda:1'"),
         (dict(parallel=dict(devices=2, strategy="torch_fsdp"), train=dict(cuda_graph=True)), "is .torch_fsdp."),
