@@ -28,6 +28,9 @@ def test_a_cause_is_told_before_its_consequences(tmp_path: Path) -> None:
         (tmp_path / kind / "error.json").write_text(json.dumps({"message": report}))
     failures: Any = {rank: SimpleNamespace(exitcode=1) for rank in (0, 1)}
     assert str(_failure(failures, tmp_path)) == "rank 1: out of memory"
+    # The launcher's signal may come before rank 0 has ended.
+    failures[0] = SimpleNamespace(exitcode=-signal.SIGTERM, signal_name=lambda: "SIGTERM")
+    assert str(_failure(failures, tmp_path)) == "rank 1: out of memory"
 
 
 @pytest.mark.parametrize(
