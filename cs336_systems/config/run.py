@@ -234,8 +234,9 @@ class ParallelConfig:
     devices: int = 1
     """Number of processes to start on this machine, one per GPU. Under torchrun, torchrun starts them."""
     bucket_size_mb: float | None = None
-    """Size of a gradient bucket in MiB (default: 100 for auto and bucketed; 25, PyTorch's own, for torch_ddp; overlap
-    sends each gradient separately). individual always sends them separately. Other strategies ignore this."""
+    """Size of a gradient bucket in MiB (default: 100 for bucketed and for the overlap of auto; 25, PyTorch's own, for
+    torch_ddp; overlap sends each gradient separately). individual always sends them separately. Other strategies
+    ignore this."""
     shard_optimizer: bool | Literal["simple"] = False
     """Split the optimizer state over the processes, ZeRO stage 1. Each process updates its own part of the parameters.
     simple: the readable version, which sends no parameters before all are updated."""
@@ -268,7 +269,8 @@ class ParallelConfig:
         accepted = f"false with parallel.strategy {strategy!r}, which shards the optimizer's state anyway"
         require_field(self, "parallel.shard_optimizer", is_possible, accepted)
         is_possible = self.reshard_after_forward or strategy in SHARDED or is_own
-        accepted = f"true with parallel.strategy {strategy!r}, which does not shard weights"
+        why = "decides it" if strategy == "auto" else "does not shard weights"
+        accepted = f"true with parallel.strategy {strategy!r}, which {why}"
         require_field(self, "parallel.reshard_after_forward", is_possible, accepted)
 
     def resolved(self, world_size: int, micro_batches: int = 1) -> "ParallelConfig":

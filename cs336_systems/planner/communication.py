@@ -59,23 +59,24 @@ def sent(job: Job, card: Card) -> Sent:
     """The transfers of a step, by `collective_seconds`, with the time of bytes and the overhead of calls separate.
 
     Data parallelism all-reduces all gradients. FSDP gathers weights forward and, unless they stay whole, backward, and
-    reduce-scatters gradients, in the dtype of computation.
+    reduce-scatters gradients, in the dtype of computation unless grad_dtype is another.
     """
     w = job.world_size
     if job.is_sharded:
-        kind, times = "all-gather", 3 if job.reshard_after_forward else 2
+        gathered, last = job.weight_passes
+        kind, times = "all-gather", gathered + last
         units, n = job.shape.num_layers + 2 - job.shape.tie_embeddings, num_parameters(job.shape)
+        calls, passes = (gathered + 1) * units, times
         formula, filled, nbytes = f"{job.number_bytes} N", f"{job.number_bytes} x {n:,}", job.number_bytes * n
     else:  # an all-reduce sends every byte twice
         kind, times, units = "all-reduce", 2, num_calls(job)
+        calls, passes, last = units, 1, 1
         formula, filled, nbytes = bytes_of_kinds(job.shape, sizes_of(job.sent_dtypes))
         formula, filled = as_factor(formula), as_factor(filled)
     one = ring_seconds(kind, nbytes, w, 0, card.link)
-    passes = times if job.is_sharded else 1
-    calls = passes * units
-    working = f"{times} x {formula} (w - 1) / w = {times} x {filled} x {w - 1} / {w}"
+    working = f"{times:g} x {formula} (w - 1) / w = {times:g} x {filled} x {w - 1} / {w}"
     overhead_s = calls * collective_seconds(kind, 0, w, card)
-    return Sent(passes * one, overhead_s, one / units, calls, times * ((w - 1) / w) * nbytes, working)
+    return Sent(passes * one, overhead_s, last * one / units, calls, times * ((w - 1) / w) * nbytes, working)
 
 
 def num_calls(job: Job) -> int:

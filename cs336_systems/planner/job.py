@@ -189,13 +189,20 @@ class Job:
         return {kind: NUMBER_BYTES[sent[kind]] if sent[kind] != own[kind] else 0 for kind in KINDS}
 
     @property
+    def weight_passes(self) -> tuple[int, float]:
+        """How often FSDP gathers all weights in a step, and bytes of gradients that it sends for a byte of weights."""
+        sent = self.number_bytes if self.grad_dtype == "same" else NUMBER_BYTES[self.grad_dtype]
+        return 2 if self.reshard_after_forward else 1, sent / self.number_bytes
+
+    @property
     def copied_share(self) -> float:
         """Share of the sent bytes that copy engines carry (`parallel/peer_memory.py`) between GPUs of one machine."""
         is_even = all(rows % self.world_size == 0 for rows in (self.shape.d_model, self.shape.d_ff))
         as_computed = self.weight_dtypes["blocks"] == self.computing
         if not (self.copy_engines and self.strategy == "fsdp" and is_even and as_computed):
             return 0.0
-        return 2 / 3 if self.reshard_after_forward else 1 / 2  # gathers
+        gathered, scattered = self.weight_passes
+        return gathered / (gathered + scattered)
 
     @property
     def computes_narrow(self) -> bool:

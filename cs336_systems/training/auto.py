@@ -99,7 +99,7 @@ def planned_job(config: RunConfig, device: torch.device) -> Job:
         how |= dict(activation_offload="none")
     else:  # only the activations count, of one micro-batch
         how |= dict(batch_size=micro_batch_size(train, world_size) * world_size, gradient_accumulation_steps=1)
-    parallel = dataclasses.replace(config.parallel, nccl_max_ctas=None)
+    parallel = dataclasses.replace(config.parallel_for(world_size), nccl_max_ctas=None)
     run = dataclasses.replace(config, train=dataclasses.replace(train, **how), parallel=parallel)
     return training_job("ddp", "", {"run": run.to_dict(), "devices": world_size})
 

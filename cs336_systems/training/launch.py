@@ -182,7 +182,8 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
     """The error to raise for failed processes: the first report of a cause, and the ranks that a signal ended.
 
     A report that another rank is gone describes a consequence, so it comes after other reports. The launcher ends the
-    remaining processes by SIGTERM, then by SIGKILL. Such ranks come last, and are left out if another signal ended one.
+    remaining processes by SIGTERM, then by SIGKILL. Such ranks come last. SIGTERM is left out if another signal ended a
+    rank, or if a report has the cause.
     """
     reports = []
     for file in sorted(folder.rglob("error.json")):
@@ -194,7 +195,9 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
     # A rank that waited in vain means that the others hung, and that the launcher ended them.
     waited = any(words in report for words in (failure.HANGS, *failure.TIMED_OUT))
     by_launcher = waited or {*signals.values()} <= {"SIGTERM"}
-    ended = [f"rank {rank} was ended by {name}" for rank, name in signals.items() if by_launcher or name != "SIGTERM"]
+    has_cause = bool(reports) and reports[0]["kind"] != "CollectiveError"
+    left_out = "SIGTERM" if has_cause or not by_launcher else None
+    ended = [f"rank {rank} was ended by {name}" for rank, name in signals.items() if name != left_out]
     if not reports:
         ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]
         return failure.CollectiveError("; ".join(ended))

@@ -180,6 +180,9 @@ def test_transfers_of_a_step_by_hand() -> None:
         assert (once.bytes_a_gpu, once.calls) == (pytest.approx(fsdp.bytes_a_gpu * 2 / 3), fsdp.calls * 2 / 3)
         assert once.seconds == pytest.approx(fsdp.seconds * 2 / 3)
         assert once.working.startswith("2 x 2 N (w - 1) / w")
+        wide = sent(Job(shape=XL, strategy="fsdp", world_size=w, reshard_after_forward=False, grad_dtype="fp32"), card)
+        assert (wide.bytes_a_gpu, wide.calls) == (pytest.approx(once.bytes_a_gpu * 3 / 2), once.calls)
+        assert wide.last_seconds == 2 * once.last_seconds
     halved = sent(Job(shape=XL, strategy="flat", world_size=2, grad_dtype="bf16"), card)
     assert halved.bytes_a_gpu == 2 * n
     narrow = Job(shape=XL, strategy="flat", world_size=2, weight_dtype="bf16")

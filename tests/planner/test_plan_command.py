@@ -114,8 +114,9 @@ def test_step_takes_ceilings(sections: Sections) -> None:
     assert step("--bandwidth_tb_s", "1") > step() > step("--bandwidth_tb_s", "8")
     assert step("--matmul_tflops", "100") > step() == step("--matmul_tflops", "790", "--bandwidth_tb_s", "4.3")
     link = ("--world_size", "2", "--latency_us", "0.001")
-    # 0.13 GB of weights and as much of gradients at 1 GB/s; with overlap 0.51 GB of float32 gradients.
+    # 0.13 GB of weights and as much of gradients at 1 GB/s, or twice as much in float32; with overlap 0.51 GB of these.
     assert 0.25 < step(*link, "--link_gb_s", "1") < 0.3
+    assert 0.38 < step(*link, "--link_gb_s", "1", "--grad_dtype", "fp32") < 0.43
     assert 0.5 < step(*link, "--link_gb_s", "1", "--strategy", "overlap", "--grad_dtype", "fp32") < 0.55
 
 

@@ -314,6 +314,9 @@ def test_copy_engines_leave_multiprocessors_to_the_products() -> None:
     by_nccl = parts(**job, copy_engines=False)["cost of hiding the rest"]
     assert by_nccl == pytest.approx(hidden * 24 / 132 + 4 * nbytes / 4.3e12)
     assert parts(**job)["cost of hiding the rest"] == pytest.approx(hidden / 3 * 24 / 132 + 8 / 3 * nbytes / 4.3e12)
+    once = Job(shape=XL, **job, reshard_after_forward=False)
+    shares = [replace(once, grad_dtype=dtype).copied_share for dtype in ("same", "fp32")]
+    assert shares == [1 / 2, 1 / 3]  # float32 gradients are twice the bytes of the weights
 
 
 def test_transfers_longer_than_the_backward_pass_are_exposed() -> None:

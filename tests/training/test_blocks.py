@@ -80,7 +80,7 @@ def test_below_a_budget_of_one_a_compiled_block_keeps_only_the_results_of_its_pr
     torch.testing.assert_close(gradient, truth, rtol=1e-4, atol=1e-5)
 
 
-def test_a_compiled_block_with_fp8_keeps_them_alone_at_any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_block_with_fp8_keeps_them_alone_at_a_budget_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products read what is rounded from norms and the gated product, and rounding is recomputed, too."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
     td, tf, inverse_rms, logsumexp = 2 * 64 * 32, 2 * 64 * 64, 2 * 2 * 64, 2 * 2 * 64

@@ -197,8 +197,8 @@ def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
 def test_when_a_rank_hangs_on_a_gpu_the_other_names_the_transfer(
     cuda_graph: bool, transfer: str, tmp_path: Path
 ) -> None:
-    train = dict(device="cuda", cuda_graph=cuda_graph)
-    config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=4.0), train=train)
+    train, parallel = dict(device="cuda", cuda_graph=cuda_graph), dict(strategy="overlap", bucket_size_mb=100.0)
+    config = config_for(tmp_path, devices=2, parallel=parallel | dict(step_timeout_s=4.0), train=train)
     program = tmp_path / "program.py"
     program.write_text("from cs336_systems.parallel.failure import Watchdog; Watchdog.STUCK_S = 20\n" + LAUNCHED)
     failed = run_train(config, COMMAND.format(program=str(program), fault="hangs"), timeout=120)

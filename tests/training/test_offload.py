@@ -13,6 +13,7 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape
 from cs336_systems.config.run import RunConfig, TrainConfig
 from cs336_systems.kernels.attention import get_attention
+from cs336_systems.parallel import comm
 from cs336_systems.planner.activations import offloaded_bytes
 from cs336_systems.planner.job import Job
 from cs336_systems.planner.memory import peak_bytes
@@ -385,6 +386,14 @@ def test_auto_needs_a_plan(gpu_memory: dict[str, float], tmp_path: Path) -> None
         with pytest.raises(ValueError, match=r"^train\.activation_offload is 'auto': .* for a run without a plan"):
             check_offload(on_gpu(tmp_path, **groups))
         assert auto.choose_offload(on_gpu(tmp_path, "first_2", **groups), GPU)[0] == "first_2"
+
+
+def test_the_plan_is_of_the_strategy_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "world_size", lambda: 2)
+    for micro_batches, strategy in ((1, "fsdp"), (2, "overlap")):
+        train = dict(gradient_accumulation_steps=micro_batches)
+        config = on_gpu(tmp_path, "first_2", train=train, parallel=dict(devices=2))
+        assert auto.planned_job(config, GPU).strategy == strategy
 
 
 def test_too_little_host_memory_is_said_before_the_run(
