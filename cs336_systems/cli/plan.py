@@ -39,7 +39,7 @@ _MODEL = {
 _OPTIONS = ("num_kv_heads", "head_dim", "qk_norm", "tie_embeddings", "window", "window_every")
 """Further fields of the model that a plan takes."""
 _JOB = [field.name for field in fields(Job) if field.name not in ("shape", "optimizer", "fused", "clip")]
-_BY_GPUS = ("strategy", "bucket_size_mb", "reshard_after_forward")
+_BY_GPUS = ("strategy", "bucket_size_mb", "shard_optimizer", "reshard_after_forward")
 """Fields whose defaults depend on the number of GPUs."""
 _BLOCK = ("batch_size", "precision", "attention")
 
@@ -95,7 +95,8 @@ def _job(options: Any, memory_gib: float | None = None) -> Job:
     if "strategy" in given:
         given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
     elif (world_size := given.get("world_size", 1)) > 1:
-        auto = ParallelConfig(shard_optimizer=given.get("shard_optimizer", False)).resolved(world_size)
+        options_of_overlap = {name: given[name] for name in ("bucket_size_mb", "shard_optimizer") if name in given}
+        auto = ParallelConfig(**options_of_overlap).resolved(world_size)
         given = {name: getattr(auto, name) for name in _BY_GPUS} | given
     if memory_gib is None or given.get("activation_offload") != "auto":
         return _as_trained(Job(shape=_shape(options), **given))

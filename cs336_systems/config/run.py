@@ -228,9 +228,9 @@ class ParallelConfig:
 
     strategy: str = "auto"
     """How the processes share the work, such as overlap, bucketed or fsdp. auto: none for one process; for several fsdp
-    with reshard_after_forward false, or overlap with bucket_size_mb 100 for several micro-batches and with
-    shard_optimizer. All: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp, fsdp_simple, torch_ddp,
-    torch_fsdp, or your own class as module:Class."""
+    with reshard_after_forward false; for several micro-batches, or if one of the two is given, overlap with
+    bucket_size_mb 100 and shard_optimizer. All: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp,
+    fsdp_simple, torch_ddp, torch_fsdp, or your own class as module:Class."""
     devices: int = 1
     """Number of processes to start on this machine, one per GPU. Under torchrun, torchrun starts them."""
     bucket_size_mb: float | None = None
@@ -279,9 +279,11 @@ class ParallelConfig:
             return self
         if world_size == 1:
             return dataclasses.replace(self, strategy="none")
-        if micro_batches > 1 or self.shard_optimizer:  # fsdp sends the gradients of each micro-batch
-            return dataclasses.replace(self, strategy="overlap", bucket_size_mb=self.bucket_size_mb or 100.0)
-        return dataclasses.replace(self, strategy="fsdp", reshard_after_forward=False)
+        if micro_batches == 1 and not (self.bucket_size_mb or self.shard_optimizer):
+            return dataclasses.replace(self, strategy="fsdp", reshard_after_forward=False)
+        # fsdp would send the gradients of each micro-batch.
+        size, sharded = self.bucket_size_mb or 100.0, self.shard_optimizer or True
+        return dataclasses.replace(self, strategy="overlap", bucket_size_mb=size, shard_optimizer=sharded)
 
 
 @dataclass(frozen=True, kw_only=True)

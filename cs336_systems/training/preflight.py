@@ -41,14 +41,14 @@ def memory_shortage(config: RunConfig, device: torch.device) -> str:
     """The message for a run that cannot fit into memory, or "". Builds no model: a huge one takes long to fail."""
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
-    strategy = config.parallel_for(world_size).strategy
-    sharded = strategy in SHARDED or is_import_path(strategy)  # a plug-in may shard
+    parallel = config.parallel_for(world_size)
+    sharded = parallel.strategy in SHARDED or is_import_path(parallel.strategy)  # a plug-in may shard
     needed = least_training_bytes(
         shape,
         train.batch_size // world_size,
         micro_batch_size(train, world_size),
         weight_parts=world_size if sharded else 1,
-        state_parts=world_size if sharded or config.parallel.shard_optimizer else 1,
+        state_parts=world_size if sharded or parallel.shard_optimizer else 1,
         weight_bytes=2 if train.weight_dtype == "bf16" else 4,
         has_masters=train.has_masters,
         loss_chunk_tokens=train.loss_chunk_tokens,

@@ -432,11 +432,14 @@ def test_without_groups_renames_fields_but_not_values(message: str, ours: str) -
         raise ValueError(message)
 
 
-def test_auto_shards_and_keeps_weights_whole_unless_gradients_would_be_sent_for_each_micro_batch() -> None:
+def test_auto_shards_the_gradients_too_unless_they_would_be_sent_for_each_micro_batch() -> None:
     auto, overlap = ParallelConfig(), ParallelConfig(strategy="overlap")
     assert auto.resolved(1) == ParallelConfig(strategy="none")
     assert auto.resolved(2) == ParallelConfig(strategy="fsdp", reshard_after_forward=False)
-    assert auto.resolved(2, micro_batches=4) == ParallelConfig(strategy="overlap", bucket_size_mb=100.0)
-    assert ParallelConfig(bucket_size_mb=25.0).resolved(2, micro_batches=4).bucket_size_mb == 25.0
-    assert ParallelConfig(shard_optimizer=True).resolved(2).strategy == "overlap"
+    in_groups = ParallelConfig(strategy="overlap", bucket_size_mb=100.0, shard_optimizer=True)
+    assert auto.resolved(2, micro_batches=4) == in_groups
+    assert ParallelConfig(bucket_size_mb=25.0).resolved(2) == dataclasses.replace(in_groups, bucket_size_mb=25.0)
+    assert ParallelConfig(shard_optimizer="simple").resolved(2) == dataclasses.replace(
+        in_groups, shard_optimizer="simple"
+    )
     assert overlap.resolved(2) is overlap
