@@ -74,7 +74,7 @@ class Job:
     cuda_graph: bool = False
     """Record the step as a CUDA graph."""
     strategy: str = "none"
-    """How GPUs share the work (default: none; `cs336 plan` takes what `cs336 train` does for several)."""
+    """How GPUs share the work (default: none; in `cs336 plan`, for several GPUs, the default of `cs336 train`)."""
     world_size: int = 1
     """Number of GPUs."""
     shard_optimizer: bool = False

@@ -135,7 +135,8 @@ class Run:
         )
         if comm.world_size() > 1:
             sharded = ", sharded optimizer" if parallel.shard_optimizer else ""
-            where = f"{comm.world_size()} x {where} ({parallel.strategy}{sharded})"
+            kept = "" if parallel.reshard_after_forward else " that keeps weights whole"
+            where = f"{comm.world_size()} x {where} ({parallel.strategy}{kept}{sharded})"
         logger.info(
             f"model: {num_parameters(shape):,} parameters, {shape.num_layers} layers, on {where} in {train.precision}"
             f"{', compiled' if train.compile else ''}{', recorded' if train.cuda_graph else ''}"
