@@ -6,13 +6,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu report lint clean
+.PHONY: help demo dev test test-gpu report lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.installed ## train a small language model on generated stories and sample from it (under 2 minutes on 2 cores)
 	$(BIN)/cs336 train --config configs/demo.json
+
+dev: $(VENV)/.installed-dev ## install what the tests and notebooks need
 
 test: $(VENV)/.installed-dev ## run the CPU test suite (4 to 11 minutes on 2 cores)
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal

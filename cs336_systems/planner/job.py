@@ -15,7 +15,7 @@ from ..config.checks import (
     require_at_least,
 )
 from ..config.run import SHARDED
-from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION, offload_window
+from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION, offload_window, widths
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 WITH_WINDOW = (
@@ -197,7 +197,7 @@ class Job:
     @property
     def copied_share(self) -> float:
         """Share of the sent bytes that copy engines carry (`parallel/peer_memory.py`) between GPUs of one machine."""
-        is_even = all(rows % self.world_size == 0 for rows in (self.shape.d_model, self.shape.d_ff))
+        is_even = all(n % self.world_size == 0 for n in (self.shape.d_model, self.shape.d_ff, *widths(self.shape)))
         as_computed = self.weight_dtypes["blocks"] == self.computing
         if not (self.copy_engines and self.strategy == "fsdp" and is_even and as_computed):
             return 0.0

@@ -120,7 +120,7 @@ class Trainer:
         self._recorded: RecordedStep | None = None
         if config.train.cuda_graph:
             self._recorded = RecordedStep(self._compute, self.optimizer.zero_grad)
-        self._step_flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
+        self.step_flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
         self._peak_flops = device_peak_flops(device, config.train.precision)
         self._clock = time.perf_counter()
 
@@ -203,7 +203,7 @@ class Trainer:
                 self.optimizer.step()
             self._clear_gradients()
         self.position.skipped_steps += not updated
-        mfu = None if self._peak_flops is None else self._step_flops / elapsed / self._peak_flops / comm.world_size()
+        mfu = None if self._peak_flops is None else self.step_flops / elapsed / self._peak_flops / comm.world_size()
         return {
             "step": started.step,
             "loss": loss,

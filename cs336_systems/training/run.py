@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 # A token read for the 16th time teaches 38 % of a new one: exp(-15 / 15.4), by the fit of Muennighoff et al. (2023).
 _MANY_PASSES = 16
+_SLOW_ON_A_CPU = 1e12  # floating-point operations of a step: ten seconds on a laptop
 
 
 class Run:
@@ -141,6 +142,11 @@ class Run:
             f"model: {num_parameters(shape):,} parameters, {shape.num_layers} layers, on {where} in {train.precision}"
             f"{', compiled' if train.compile else ''}{', recorded' if train.cuda_graph else ''}"
         )
+        if self.trainer.device.type == "cpu" and self.trainer.step_flops > _SLOW_ON_A_CPU:
+            logger.warning(
+                f"there is no GPU, and a step has {self.trainer.step_flops:.1e} operations, many seconds on a CPU: "
+                "configs/demo.json has a model for one"
+            )
         slow = why_fp8_is_slow(self.trainer.device, shape.d_model) if train.precision == "fp8" else ""
         if slow:
             logger.warning(f"train.precision is 'fp8', which may gain nothing here: {slow}")

@@ -17,7 +17,7 @@ from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.cli import load_config
 from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.run import RunConfig
-from cs336_systems.training import train
+from cs336_systems.training import run, train
 from cs336_systems.training.folder import LOCK
 from cs336_systems.training.manifest import MANIFEST, checkpoint_name, find_checkpoints, verify_checkpoint
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
@@ -364,6 +364,15 @@ def test_a_mistake_leaves_no_empty_run_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         train(config)
     assert not Path(str(config.run_dir)).exists()
+
+
+@pytest.mark.parametrize(("limit", "is_told"), [(1e12, False), (1.0, True)])
+def test_a_step_that_takes_a_cpu_long_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, limit: float, is_told: bool
+) -> None:
+    monkeypatch.setattr(run, "_SLOW_ON_A_CPU", limit)
+    train(make_config(tmp_path, train=dict(max_steps=1)))
+    assert any(message.startswith("there is no GPU, and a step has ") for message in warnings_of(caplog)) == is_told
 
 
 # Passes over the training tokens

@@ -33,6 +33,7 @@ _OF_SEVERAL = tuple(strategy for strategy in STRATEGIES if strategy != "none")
 VARIANTS = (
     ALONE, "naive", "flat", "overlap", "overlap:100", "bucketed:1", "bucketed:10", "bucketed:100", "bucketed:1000",
     "torch_ddp", "overlap+zero1", "fsdp", "torch_fsdp", "alone+graph", "overlap:100+graph", "bucketed:100+graph",
+    "fsdp+graph", "fsdp+zero2+graph",
 )  # fmt: skip
 OPTIONS: tuple[str, ...] = ("zero1", "zero2", "bf16", "graph")
 """Options that may follow the strategy of a variant."""
