@@ -228,9 +228,9 @@ class ParallelConfig:
 
     strategy: str = "auto"
     """How the processes share the work, such as overlap, bucketed or fsdp. auto: none for one process; for several fsdp
-    with reshard_after_forward false; for several micro-batches, or if one of the two is given, overlap with
-    bucket_size_mb 100 and shard_optimizer. All: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp,
-    fsdp_simple, torch_ddp, torch_fsdp, or your own class as module:Class."""
+    with reshard_after_forward false. With several micro-batches, with bucket_size_mb or with shard_optimizer it is
+    overlap, with bucket_size_mb 100 and shard_optimizer true. All: none, naive, flat, overlap, individual, bucketed,
+    flashddp, fsdp, fsdp_simple, torch_ddp, torch_fsdp, or your own class as module:Class."""
     devices: int = 1
     """Number of processes to start on this machine, one per GPU. Under torchrun, torchrun starts them."""
     bucket_size_mb: float | None = None
@@ -414,9 +414,10 @@ class RunConfig:
         accepted = f"none of {', '.join(NOT_RECORDED)} with train.cuda_graph"
         require_field(parallel, "parallel.strategy", is_possible, accepted)
 
-    def parallel_for(self, world_size: int) -> ParallelConfig:
-        """`parallel` with strategy auto resolved for this many processes."""
-        return self.parallel.resolved(world_size, self.train.gradient_accumulation_steps)
+    def resolved_for(self, world_size: int) -> "RunConfig":
+        """This configuration with `parallel.strategy` auto resolved for this many processes."""
+        parallel = self.parallel.resolved(world_size, self.train.gradient_accumulation_steps)
+        return dataclasses.replace(self, parallel=parallel)
 
     @property
     def schedule(self) -> dict[str, Any]:

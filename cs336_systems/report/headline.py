@@ -34,7 +34,7 @@ _PAIRS = [
     ("fsdp+zero2+graph", "torch_fsdp+zero2", "PyTorch's FSDP2"),
 ]
 _STRATEGIES = {ours for ours, *_ in _PAIRS}
-_PEERS = ("hf_llama", "torch_ddp", "torch_fsdp", "torch_fsdp+zero2")
+_PEERS = ("hf_llama", *dict.fromkeys(theirs for _, theirs, _ in _PAIRS))
 _SHAPE_FIELDS = ("batch_size", "num_heads", "head_size", "length", "is_causal")
 _STEP_FIELDS = ("size", "context_length", "batch_size", "precision", "compile")
 _PARALLEL_FIELDS = (*_STEP_FIELDS, "devices", "nccl_max_ctas", "copy_engines")

@@ -1,4 +1,4 @@
-"""Decides `train.compile`, `train.cuda_graph` and `train.activation_offload` where they are auto."""
+"""Decides `parallel.strategy` and, of `train`, `compile`, `cuda_graph` and `activation_offload` where they are auto."""
 
 import dataclasses
 import importlib.util
@@ -33,6 +33,7 @@ _HINT = ", which may wait for the GPU (--train.cuda_graph true records it all th
 
 def resolve(config: RunConfig, device: torch.device) -> RunConfig:
     """The configuration with a decision for each auto, on this device and with this number of processes."""
+    config = config.resolved_for(comm.world_size())
     train = config.train
     decided: dict[str, Any] = {}
     if train.compile == "auto":
@@ -99,7 +100,7 @@ def planned_job(config: RunConfig, device: torch.device) -> Job:
         how |= dict(activation_offload="none")
     else:  # only the activations count, of one micro-batch
         how |= dict(batch_size=micro_batch_size(train, world_size) * world_size, gradient_accumulation_steps=1)
-    parallel = dataclasses.replace(config.parallel_for(world_size), nccl_max_ctas=None)
+    parallel = dataclasses.replace(config.parallel, nccl_max_ctas=None)
     run = dataclasses.replace(config, train=dataclasses.replace(train, **how), parallel=parallel)
     return training_job("ddp", "", {"run": run.to_dict(), "devices": world_size})
 
@@ -117,7 +118,7 @@ def compilation_pays(config: RunConfig, device: torch.device) -> bool:
 
 def why_not_recorded(config: RunConfig) -> str | None:
     """What of the run a CUDA graph cannot hold, or may not: code of the user's own may wait for the GPU."""
-    strategy, attention = config.parallel_for(comm.world_size()).strategy, config.model.attention
+    strategy, attention = config.parallel.strategy, config.model.attention
     if strategy in NOT_RECORDED or is_import_path(strategy):
         hint = "" if strategy in NOT_RECORDED else _HINT
         return f"parallel.strategy is {strategy}{hint}"

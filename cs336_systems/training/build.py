@@ -211,12 +211,12 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
 
 
 def strategy_of(config: RunConfig) -> StrategyFactory:
-    """The configuration's strategy for this number of processes.
+    """The configuration's strategy, which is resolved.
 
     Raises ValueError if there is none, or if it does not take an option that is set. A strategy may ignore the bucket
     size, which matters only for speed.
     """
-    parallel, defaults = config.parallel_for(comm.world_size()), ParallelConfig()
+    parallel, defaults = config.parallel, ParallelConfig()
     strategy = get_strategy(parallel.strategy)
     for option in ("grad_dtype", "reshard_after_forward"):
         value, default = getattr(parallel, option), getattr(defaults, option)
@@ -227,12 +227,11 @@ def strategy_of(config: RunConfig) -> StrategyFactory:
 
 def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
     """The model in the configuration's strategy. Raises ValueError as `strategy_of` does."""
-    parallel = config.parallel_for(comm.world_size())
     options = Options(
-        bucket_size_mb=parallel.bucket_size_mb,
-        grad_dtype=DTYPES.get(parallel.grad_dtype),
+        bucket_size_mb=config.parallel.bucket_size_mb,
+        grad_dtype=DTYPES.get(config.parallel.grad_dtype),
         compute_dtype=None if config.train.precision == "fp32" else DTYPES[config.train.precision],
-        reshard_after_forward=parallel.reshard_after_forward,
+        reshard_after_forward=config.parallel.reshard_after_forward,
     )
     return strategy_of(config)(model, options)
 

@@ -100,8 +100,7 @@ class Trainer:
             fused = dict(factor=self.scale.factor, masters=masters_of(self.strategy, masters))
         self.reads_late = self.scale is not None and device.type != "cpu"
         """Whether the loss of a step is read when the next one has begun. A CPU has nothing to do meanwhile."""
-        parallel = config.parallel_for(comm.world_size())
-        self.optimizer = build_optimizer(model, config.optimizer, parallel.shard_optimizer, **fused)
+        self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer, **fused)
         fused.get("masters", {}).clear()  # frees those that a sharded optimizer leaves to other ranks
         if (warmup_steps := config.optimizer.warmup_steps or 0) > config.train.max_steps:
             logger.warning(
@@ -112,7 +111,8 @@ class Trainer:
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
         self._loss = compiled(cross_entropy) if config.train.compile else cross_entropy
         # Sharded weights are whole only in their block, and torch_ddp broadcasts all buffers.
-        each_time = parallel.strategy in (*SHARDED, "torch_ddp") or is_import_path(parallel.strategy)
+        strategy = config.parallel.strategy
+        each_time = strategy in (*SHARDED, "torch_ddp") or is_import_path(strategy)
         self._fp8 = [] if each_time else [layer for layer in model.modules() if isinstance(layer, Fp8Linear)]
         self._quantize = torch.compile(quantized, dynamic=False) if config.train.compile else quantized
         self.stopping = False

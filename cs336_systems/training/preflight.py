@@ -18,6 +18,7 @@ from .metrics import check_packages
 def check_config(config: RunConfig, device: torch.device) -> None:
     """Raise ValueError if the run cannot train on this device, with this number of processes or these packages."""
     config.check_world_size(comm.world_size())
+    config = config.resolved_for(comm.world_size())
     check_precision(device, config.train.precision)
     if config.train.cuda_graph is True and device.type != "cuda":
         raise ValueError(
@@ -41,7 +42,7 @@ def memory_shortage(config: RunConfig, device: torch.device) -> str:
     """The message for a run that cannot fit into memory, or "". Builds no model: a huge one takes long to fail."""
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
-    parallel = config.parallel_for(world_size)
+    parallel = config.parallel
     sharded = parallel.strategy in SHARDED or is_import_path(parallel.strategy)  # a plug-in may shard
     needed = least_training_bytes(
         shape,

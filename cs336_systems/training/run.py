@@ -130,7 +130,7 @@ class Run:
 
     def _log_start(self) -> None:
         config = self.trainer.config
-        shape, train, parallel = config.model.shape, config.train, config.parallel_for(comm.world_size())
+        shape, train, parallel = config.model.shape, config.train, config.parallel
         where = {"cuda": self.env["gpu"], "mps": "Apple's GPU"}.get(
             self.trainer.device.type, f"{self.env['cpu_threads']} CPU threads"
         )

@@ -393,7 +393,7 @@ def test_the_plan_is_of_the_strategy_that_runs(tmp_path: Path, monkeypatch: pyte
     for micro_batches, strategy in ((1, "fsdp"), (2, "overlap")):
         train = dict(gradient_accumulation_steps=micro_batches)
         config = on_gpu(tmp_path, "first_2", train=train, parallel=dict(devices=2))
-        assert auto.planned_job(config, GPU).strategy == strategy
+        assert auto.planned_job(config.resolved_for(2), GPU).strategy == strategy
 
 
 def test_too_little_host_memory_is_said_before_the_run(

@@ -110,7 +110,7 @@ class LMMatrixBench:
         with without_groups(_NAMES):
             config = self.run_config(Path("unused"))
             get_attention(self.kernel)
-            get_strategy(config.parallel_for(config.parallel.devices).strategy)
+            get_strategy(config.resolved_for(config.parallel.devices).parallel.strategy)
             check_devices(self.device, 1 if self.strategy == ALONE else self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
         if self.train_path is None:
