@@ -112,7 +112,7 @@ def _cards() -> dict[str, Card]:
     cards = {card.name: card for card in (h200, *others)}
     # flash_triton with causal attention at head sizes 64 and 128, their mean: results/h100/attention
     short, *_ = cards["H100"].attention
-    cards["H100"] = replace(cards["H100"], attention=(short, (4096, 481e12), (16384, 569e12)))
+    cards["H100"] = replace(cards["H100"], attention=(short, (4096, 489e12), (16384, 569e12)))
     return cards
 
 

@@ -206,8 +206,9 @@ class Job:
 
     @property
     def computes_narrow(self) -> bool:
-        """Whether all weights that the model computes with are 16-bit, which makes the residual stream 16-bit too."""
-        return self.number_bytes == 2 and (self.weight_bytes == 2 or self.is_sharded)
+        """Whether the residual stream is 16-bit, as the weights of products are."""
+        in_16_bits = self.weight_bytes == 2 or self.is_sharded or (self.has_masters and self.computing == "bf16")
+        return self.number_bytes == 2 and in_16_bits
 
     @property
     def casts_weights(self) -> bool:

@@ -97,13 +97,14 @@ def _compiled(config: dict[str, Any]) -> str:
 
 
 def _runs(files: Sequence[Path]) -> list[list[Row]]:
-    """Successful rows in bf16, by file and run: one environment, except for the momentary state of the GPU."""
+    """Successful rows in bf16, by file and run: one environment, except for the command and the state of the GPU."""
     groups: dict[str, list[Row]] = {}
     for file in files:
         for row in read_rows(file):
             if row.status == "ok" and _PRECISION in (row.config.get("precision"), row.config.get("dtype")):
-                env = sorted((name, value) for name, value in row.env.items() if not isinstance(value, dict))
-                groups.setdefault(f"{file} {env}", []).append(row)
+                env = {name: value for name, value in row.env.items() if not isinstance(value, dict)}
+                env.pop("command", None)
+                groups.setdefault(f"{file} {sorted(env.items())}", []).append(row)
     return list(groups.values())
 
 

@@ -54,22 +54,27 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def narrow_matrices(model: nn.Module, config: TrainConfig) -> dict[str, Tensor]:
+def narrow_matrices(model: TransformerLM, config: TrainConfig) -> dict[str, Tensor]:
     """Make the weights of linear layers 16-bit, in place; return the float32 ones by name, rank 0's on all ranks.
 
+    In bfloat16 the residual stream is 16-bit too, from the embedding's output on, as it is with sharded weights. In
+    float16 it might overflow.
     A head that is tied to the embedding stays float32. The gradients are 16-bit too, except for sums of 16-bit
     products: those of several micro-batches, and of the head whose loss is computed in chunks. FSDP rounds the latter
     to 16 bits to send it.
     """
     masters: dict[str, Tensor] = {}
+    dtype = DTYPES[config.precision]
     embeddings = {module.weight for module in model.modules() if isinstance(module, Embedding)}
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.weight not in embeddings:
             masters[f"{name}.weight"] = module.weight.data
-            module.weight.data = module.weight.data.to(DTYPES[config.precision])
+            module.weight.data = module.weight.data.to(dtype)
             is_chunked = isinstance(module, LMHead) and config.loss_chunk_tokens is not None
             if config.gradient_accumulation_steps > 1 or is_chunked:
                 module.weight.grad_dtype = torch.float32
+    if dtype == torch.bfloat16:
+        model.token_embeddings.register_forward_hook(lambda module, inputs, output: output.to(dtype))
     comm.broadcast(list(masters.values()), "broadcast of the master weights")
     with torch.no_grad():
         for name, master in masters.items():

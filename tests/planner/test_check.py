@@ -78,10 +78,11 @@ def test_attention_rates_of_the_h100_are_those_of_its_rows() -> None:
         assert CARDS["H100"].attention_rate(length) == pytest.approx(sum(found) / 2, rel=0.01)
 
 
-def test_the_8b_step_on_two_h100_within_three_per_cent() -> None:
-    (found,) = map(compare, rows("../h100/leaderboard-2026"))
-    assert abs(error(found.seconds) or 1) < 0.03
-    assert abs(error(found.memory) or 1) < 0.01
+def test_the_8b_steps_on_two_h100_within_four_per_cent() -> None:
+    bf16, fp8 = map(compare, rows("../h100/leaderboard-2026"))
+    for found in (bf16, fp8):
+        assert abs(error(found.seconds) or 1) < 0.04
+        assert abs(error(found.memory) or 1) < 0.01
 
 
 def test_the_documents_say_how_far_off_the_rows_are() -> None:
@@ -129,7 +130,7 @@ def test_the_documents_say_how_far_off_the_rows_are() -> None:
         "plan check results/h100",
         f"by its datasheet alone: peaks are predicted {within((each for _, each in elsewhere), 'memory')}, "
         f"recorded steps {within(compiled)} if they are compiled and {within(eager)} if not.",
-        f"16-bit matrices, one with FP8: peaks are predicted {within(with_masters, 'memory')}, times {within(large)}, "
+        f"16-bit matrices, some with FP8: peaks are predicted {within(with_masters, 'memory')}, times {within(large)}, "
         f"but for `small`, which is predicted {small:.0f} % too long.",
     ):
         assert claim in design

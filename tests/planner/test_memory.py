@@ -129,7 +129,8 @@ def test_matrices_with_masters_take_16_bytes_a_parameter_too() -> None:
     # Before there are gradients, 2 + 4 bytes of weights and masters stand beside 4 of weights and 2 of their copies.
     at_loss = {term.name: term.value for term in moments(Job(shape=XL, fused=True))["the loss"]}
     assert at_loss["weight copies"] == 0
-    assert peak_bytes(Job(shape=XL, fused=True)) == pytest.approx(peak_bytes(Job(shape=XL)), rel=0.001)
+    # Activations are smaller, because the residual stream is 16-bit.
+    assert 0.97 < peak_bytes(Job(shape=XL, fused=True)) / peak_bytes(Job(shape=XL)) < 0.98
 
 
 def test_muon_has_one_moment_of_the_blocks_matrices() -> None:

@@ -158,3 +158,14 @@ def test_a_compiled_backward_pass_computes_in_the_types_of_the_uncompiled_one(
     eager, compiled = (gradients_under_autocast(dtype, compile) for compile in (False, True))
     assert len(eager) == 12
     assert all(map(torch.equal, compiled, eager))
+
+
+@pytest.mark.parametrize(
+    "precision, residual", [("bf16", torch.bfloat16), ("fp16", torch.float32), ("fp32", torch.float32)]
+)
+def test_the_residual_stream_is_16_bit_in_bfloat16(precision: str, residual: torch.dtype, tmp_path: Any) -> None:
+    found = []
+    with tiny_trainer(make_config(tmp_path, train=dict(precision=precision))) as trainer:
+        trainer.strategy.module.ln_final.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0].dtype))
+        trainer.train_step()
+    assert found == [residual]

@@ -211,6 +211,8 @@ def test_recorded_steps_that_recompute_or_offload_on_a_gpu(how: dict[str, Any]) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", [dict(activation_checkpointing="block_but_attention"), dict(compile_memory_budget=0.5)])
 def test_compiled_blocks_that_recompute_are_near_those_that_do_not(how: dict[str, Any]) -> None:
-    model, common = WIDE | dict(attention="flash_triton"), dict(compile=True, cuda_graph=True)
-    plain = losses_of("cuda", model=model, train=common)
-    assert losses_of("cuda", model=model, train=how | common) == pytest.approx(plain, abs=NEAR)
+    common = dict(compile=True, cuda_graph=True)
+    # At a higher rate the losses jump, and any other rounding moves them by up to 0.02.
+    groups = dict(model=WIDE | dict(attention="flash_triton"), optimizer=dict(lr=3e-3, warmup_steps=5))
+    plain = losses_of("cuda", **groups, train=common)
+    assert losses_of("cuda", **groups, train=how | common) == pytest.approx(plain, abs=NEAR)
