@@ -131,7 +131,7 @@ def test_fp32_is_measured_against_tf32_where_tf32_is_allowed(
 
 @pytest.mark.parametrize("how", ["torch.backends.cuda.matmul", "torch.backends"])
 def test_the_newer_setting_of_precision_is_read_too(how: str) -> None:
-    """In an interpreter of its own: the two settings must not be mixed, and a forked process has those of other tests."""
+    """In an interpreter of its own: the settings must not be mixed, and a forked process has those of other tests."""
     program = (
         "import torch; from cs336_systems.machine.hardware import allows_tf32\n"
         f"print(allows_tf32()); {how}.fp32_precision = 'tf32'; print(allows_tf32())\n"
