@@ -3,7 +3,7 @@
 `kernels_for` chooses between two sets of kernels. Each module lists its sources, in the order in which to read them:
 
   flash_cuda_ampere.py  FlashAttention-2 with the instructions of compute capability 8.0, for all types and head sizes
-  flash_cuda_hopper.py  for Hopper, with its copy engine and its matrix products in the background
+  flash_cuda_hopper.py  for Hopper, with its TMA and its matrix products in the background
   flash_cuda_build.py   the compiler, and how tensors are passed to the kernels
 """
 
@@ -41,9 +41,9 @@ def flash_cuda(
     float32.
 
     On Hopper, 16-bit numbers with D up to 128 have kernels of their own. Only these serve windows, documents and fewer
-    heads in k and v than in q. They copy tensors that TMA, the copy engine, cannot move. They add to dQ in any order,
-    so its last bits differ from run to run. With `torch.use_deterministic_algorithms(True)` other kernels compute the
-    gradients. The environment variable CS336_FLASH_CUDA, "hopper" or "ampere", forces one of the two sets of kernels.
+    heads in k and v than in q. They copy tensors that TMA cannot move. They add to dQ in any order, so its last bits
+    differ from run to run. With `torch.use_deterministic_algorithms(True)` other kernels compute the gradients. The
+    environment variable CS336_FLASH_CUDA, "hopper" or "ampere", forces one of the two sets of kernels.
 
     Raises ValueError for arguments it does not accept and RuntimeError if the kernels cannot be compiled.
     """

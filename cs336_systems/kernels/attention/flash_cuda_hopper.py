@@ -3,7 +3,7 @@
 The sources, in the order in which to read them. Each begins with an explanation:
 
   barriers.cuh    barriers that count bytes, and named barriers
-  tensor_map.cuh  how the host describes tensors to TMA, the copy engine
+  tensor_map.cuh  how the host describes tensors to TMA, which copies tiles
   tma.cuh         loads, stores and sums by TMA, and the fence that they need
   swizzle.cuh     tiles in shared memory, and the descriptors by which matrix products find them
   wgmma.cuh       matrix products of a warpgroup, in the background

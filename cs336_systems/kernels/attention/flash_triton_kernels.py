@@ -16,7 +16,7 @@ Legend
     PRECISION      how float32 is multiplied. "tf32": with 11 bits. "bf16x6": with 24 bits, as the sum of the six
                    largest products of the three bfloat16 parts of each operand. Six products on tensor cores take less
                    time than one by multiply-adds. "ieee": by multiply-adds, for the interpreter
-    MOVE           how tiles are moved. "descriptors": by TMA, the copy engine of Hopper and later; tensors are then
+    MOVE           how tiles are moved. "descriptors": by TMA, on Hopper and later; tensors are then
                    passed as descriptors. "pointers": with 32-bit offsets from the tile's first element. "far pointers":
                    with 64-bit offsets
     TOGETHER       wait for the keys and the values of a tile at once, before the first product. Otherwise the wait for

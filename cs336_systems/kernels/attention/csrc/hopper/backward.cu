@@ -1,8 +1,10 @@
 // FlashAttention for Hopper, backward pass: one walk over the queries gives dQ, dK and dV.
 //
-// With P = exp(S - logsumexp), dP = dO V^T, D = rowsum(dO O) and dS = P (dP - D), there are five products:
+// With P = exp(scale S - logsumexp), D = rowsum(dO O) and dS = P (dP - D), there are five products:
 //
 //     S = Q K^T      dP = dO V^T      dV += P^T dO      dK += dS^T Q      dQ += dS K
+//
+// dK and dQ are multiplied by scale = 1 / sqrt(head size) at the end.
 //
 // A tile has TILE keys, and each of two warpgroups has ROWS of them. A warpgroup computes S and dP transposed, a row
 // for each of its keys. So P and dS are in registers where products need them, as left operands of dV and dK, which
@@ -14,16 +16,18 @@
 // its dS. S and dP begin with -logsumexp / scale and -D instead of zero, so nothing has to be subtracted afterwards. An
 // iteration of `walk`, where dQ' is that of the tile before:
 //
-//     products    S, dP ........ | dV ...... | dQ', dK .....................
-//     threads     (wait for S)   | P         | dS = P dP    store and add dQ'
+//     products    S, dP ............ | dV ...... | dQ', dK .......................
+//     threads     (wait for S)  P    | dS = P dP | (wait for dQ')  store and add it
 //
 // That is for HEAD = 128. For HEAD = 64 the same instructions do half of the work, and waits weigh more. But registers
 // and shared memory have room for tiles of twice as many queries, in halves a and b: `walk_in_halves` computes P of one
 // half beside products of the other. They also have room for K in registers, so that S reads less of shared memory. An
 // iteration of `walk_in_halves`:
 //
-//     products    S a, dP a .... | dV a, dK a, S b, dP b, dQ' | dV b, dK b .....
-//     threads     (wait for S a) | P a, dS a    P b, dS b     | store dQ'; TMA adds it beside S a of the next tile
+//     products    S a, dP a ................. | dV a, dK a, S b, dP b, dQ' | dV b, dK b .............
+//     threads     (wait for S a)  P a    dS a | (wait for S b)  P b   dS b | (wait for dQ')  store it
+//
+// TMA adds dQ' while S a of the next tile is computed.
 //
 // Three kernels: `prepare` computes -logsumexp / scale and -D and clears the sums, `gradients` is the walk, `finish`
 // scales and rounds dQ. The first and the last are in sums.cuh.
@@ -100,7 +104,7 @@ __device__ inline void compute(const Parameters& x, int group) {
         __syncwarp();  // all lanes have read what the first one gives back for them
         if (lane < LANES_THAT_ARRIVE) empty.arrive();
     };
-    // Each step reads the dS that the step before has written. Step 0 reads zeros, and its dQ' is not used.
+    // Each step reads the dS that the step before has written; step 0 reads zeros. The first dQ' of a walk is not used.
     const auto store_ds = [&](int reader, int half, const uint32_t (&ds)[B::HALF / 16][4]) {
 #pragma unroll
         for (int n = 0; n < B::HALF / 16; n++)

@@ -2,7 +2,7 @@
 //
 // A Barrier (PTX: mbarrier) is an 8-byte object in shared memory. It goes from phase to phase. A phase is complete when
 //   - as many arrivals as `initialise` said have come, and
-//   - all bytes have come that `expect` announced. The copy engine (TMA) counts them down by itself.
+//   - all bytes have come that `expect` announced. TMA (tma.cuh) counts them down by itself.
 // Then the next phase begins, with the same number of arrivals to come. So one barrier serves every use of a buffer.
 //
 // A wait names a phase by its parity: wait(p) returns once the latest phase of parity p is complete. With phases

@@ -1,4 +1,4 @@
-// The copy engine of Hopper, TMA (tensor memory accelerator): one thread starts the copy of a whole tile.
+// TMA (tensor memory accelerator), a unit of each multiprocessor: one thread starts the copy of a whole tile.
 //
 // Loads. `load_tile` copies a box of a 4-D tensor, described by a tensor map (tensor_map.cuh), to shared memory. TMA
 // computes all addresses, swizzles the rows (swizzle.cuh), and writes zeros for elements beyond the tensor's ends. It

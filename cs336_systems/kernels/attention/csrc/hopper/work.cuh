@@ -31,8 +31,8 @@ struct Sizes32 {
           scale(static_cast<float>(1.0 / std::sqrt(static_cast<double>(x.head_size)))) {}
 };
 
-// The place of a tile: its head, counted over the batch, and its index among the head's tiles. Of some heads, tiles 0
-// come first, then tiles 1, ...; then the next heads follow.
+// The place of a tile: its head, counted over the batch, and its index among the head's tiles. Tiles 0 of the first
+// `heads_together` heads come first, then their tiles 1, ...; then the next heads follow.
 struct HeadAndIndex {
     int head, index;
 
