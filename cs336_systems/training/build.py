@@ -74,12 +74,16 @@ def narrow_matrices(model: TransformerLM, config: TrainConfig) -> dict[str, Tens
             if config.gradient_accumulation_steps > 1 or is_chunked:
                 module.weight.grad_dtype = torch.float32
     if dtype == torch.bfloat16:
-        model.token_embeddings.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+        model.token_embeddings.register_forward_hook(_in_bfloat16)
     comm.broadcast(list(masters.values()), "broadcast of the master weights")
     with torch.no_grad():
         for name, master in masters.items():
             model.get_parameter(name).copy_(master)
     return masters
+
+
+def _in_bfloat16(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # a lambda could not be pickled
+    return output.bfloat16()
 
 
 def masters_of(strategy: Strategy, whole: dict[str, Tensor]) -> dict[nn.Parameter, Tensor]:

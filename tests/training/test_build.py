@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 import threading
 from typing import Any
 
@@ -169,3 +170,9 @@ def test_the_residual_stream_is_16_bit_in_bfloat16(precision: str, residual: tor
         trainer.strategy.module.ln_final.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0].dtype))
         trainer.train_step()
     assert found == [residual]
+
+
+def test_a_model_in_training_can_be_pickled(tmp_path: Any) -> None:
+    with tiny_trainer(make_config(tmp_path, train=dict(precision="bf16"))) as trainer, trainer.autocast():
+        again, tokens = pickle.loads(pickle.dumps(trainer.model)), torch.arange(16)[None]
+        assert torch.equal(again(tokens), trainer.model(tokens))
