@@ -36,9 +36,14 @@ T = TypeVar("T")
 
 
 def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
-    """Cast, compile and checkpoint a model in place, as the configuration says. A strategy wraps it afterwards."""
+    """Cast, compile and checkpoint a model in place, as the configuration says. A strategy wraps it afterwards.
+
+    Raises ValueError for a model that another Trainer has made 16-bit: it lacks the float32 weights.
+    """
     if config.weight_dtype == "bf16":
         cast_weights(model, torch.bfloat16)
+    elif narrow := {str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4}:
+        raise ValueError(f"the model has weights in {', '.join(sorted(narrow))}: they must be float32")
     if config.precision == "fp8":
         use_fp8(model.layers)
     prepare_blocks(model, config)

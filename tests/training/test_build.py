@@ -19,6 +19,7 @@ from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.planner.job import Job
 from cs336_systems.training.build import cast_weights, prepare_blocks, wrap_model
 from cs336_systems.training.load import load_model
+from cs336_systems.training.loop import Trainer
 from cs336_systems.training.pipeline import train
 
 from ..distributed import run_ranks
@@ -201,3 +202,12 @@ def test_a_model_in_training_can_be_pickled(tmp_path: Any) -> None:
     with tiny_trainer(make_config(tmp_path, train=dict(precision="bf16"))) as trainer, trainer.autocast():
         again, tokens = pickle.loads(pickle.dumps(trainer.model)), torch.arange(16)[None]
         assert torch.equal(again(tokens), trainer.model(tokens))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_model_that_was_made_16_bit_is_refused(precision: str, tmp_path: Any) -> None:
+    """A float32 run would train 16-bit weights without masters."""
+    with tiny_trainer(make_config(tmp_path, train=dict(precision="bf16"))) as trainer:
+        again = make_config(tmp_path, train=dict(precision=precision))
+        with pytest.raises(ValueError, match=r"the model has weights in torch\.bfloat16: they must be float32"):
+            Trainer(again, trainer.model, random_tokens(), "cpu")
