@@ -214,7 +214,7 @@ def naive_attention_bytes(
 def residual_bytes(shape: ModelShape, batch_size: int, length: int, number_bytes: int = 4) -> int:
     """The residual stream between two blocks: 4 T d, T = B N tokens. Autocast leaves it in float32.
 
-    number_bytes: 2 with 16-bit weights, which make the residual stream 16-bit too.
+    number_bytes: 2 where it is 16-bit (`Job.computes_narrow`).
     """
     return number_bytes * batch_size * length * shape.d_model
 
@@ -247,7 +247,7 @@ def activation_bytes(
         ln2          8 T d + 4 T, including its own input, the residual stream between attention and ffn
         ffn          4 T d, twice 2 T d under autocast; w1 x, silu(w1 x), w3 x, their product 4 c T d_ff
 
-    With 16-bit weights the residual stream is 16-bit too. Norms convert it to float32: 4 T d more in ln1, no change in
+    has_narrow_weights: the residual stream is 16-bit too. Norms convert it to float32: 4 T d more in ln1, no change in
     ln2. Their output is one tensor for all products that read it, 2 T d.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation", count another block in this way. A GPU's own kernels

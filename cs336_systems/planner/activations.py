@@ -33,7 +33,7 @@ def block_parts(job: Job) -> dict[str, int]:
                     naive: q, k, v, o by tokens, softmax, mask, max and sum  4 c T Q + 4 B H N^2 + N^2 + 8 T H
         ffn: w1 x, w3 x, their product                                       3 c T d_ff
 
-    With 16-bit weights the input is 2 T d. With a memory budget below 1 the partitioner keeps at most that share of
+    A 16-bit input is 2 T d. With a memory budget below 1 the partitioner keeps at most that share of
     everything but the input. It first drops all tensors that need no product to recompute: c T d of each norm, the
     product in ffn, and o by tokens where o is kept. With FP8 it drops them at any budget, because products read what is
     rounded from them, and rounding needs no product either. The share is then of what is left.

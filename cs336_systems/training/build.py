@@ -36,9 +36,14 @@ T = TypeVar("T")
 
 
 def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
-    """Cast, compile and checkpoint a model in place, as the configuration says. A strategy wraps it afterwards."""
+    """Cast, compile and checkpoint a model in place, as the configuration says. A strategy wraps it afterwards.
+
+    Raises ValueError for a model that another Trainer has made 16-bit: it lacks the float32 weights.
+    """
     if config.weight_dtype == "bf16":
         cast_weights(model, torch.bfloat16)
+    elif narrow := {str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4}:
+        raise ValueError(f"the model has weights in {', '.join(sorted(narrow))}: they must be float32")
     if config.precision == "fp8":
         use_fp8(model.layers)
     prepare_blocks(model, config)
@@ -74,12 +79,16 @@ def narrow_matrices(model: TransformerLM, config: TrainConfig) -> dict[str, Tens
             if config.gradient_accumulation_steps > 1 or is_chunked:
                 module.weight.grad_dtype = torch.float32
     if dtype == torch.bfloat16:
-        model.token_embeddings.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+        model.token_embeddings.register_forward_hook(_in_bfloat16)
     comm.broadcast(list(masters.values()), "broadcast of the master weights")
     with torch.no_grad():
         for name, master in masters.items():
             model.get_parameter(name).copy_(master)
     return masters
+
+
+def _in_bfloat16(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # a lambda could not be pickled
+    return output.bfloat16()
 
 
 def masters_of(strategy: Strategy, whole: dict[str, Tensor]) -> dict[nn.Parameter, Tensor]:

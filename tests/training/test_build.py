@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,13 @@ from cs336_systems.config.run import RunConfig, TrainConfig
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.parallel.ddp import DDP
 from cs336_systems.parallel.fsdp import FSDP
+from cs336_systems.planner.job import Job
 from cs336_systems.training.build import cast_weights, prepare_blocks, wrap_model
 from cs336_systems.training.load import load_model
+from cs336_systems.training.loop import Trainer
 from cs336_systems.training.pipeline import train
 
+from ..distributed import run_ranks
 from .helpers import make_config, random_tokens, tiny_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -160,12 +165,49 @@ def test_a_compiled_backward_pass_computes_in_the_types_of_the_uncompiled_one(
     assert all(map(torch.equal, compiled, eager))
 
 
-@pytest.mark.parametrize(
-    "precision, residual", [("bf16", torch.bfloat16), ("fp16", torch.float32), ("fp32", torch.float32)]
-)
-def test_the_residual_stream_is_16_bit_in_bfloat16(precision: str, residual: torch.dtype, tmp_path: Any) -> None:
-    found = []
-    with tiny_trainer(make_config(tmp_path, train=dict(precision=precision))) as trainer:
-        trainer.strategy.module.ln_final.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0].dtype))
-        trainer.train_step()
-    assert found == [residual]
+WAYS = [("bf16", "fp32"), ("fp8", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp8", "bf16")]
+"""Precisions and types of weights."""
+
+
+def residual_dtypes(strategy: str) -> list[list[torch.dtype]]:
+    """The type of the residual stream at its end, for each of WAYS."""
+    found: list[list[torch.dtype]] = []
+    for precision, weight_dtype in WAYS:
+        train = dict(precision=precision, weight_dtype=weight_dtype)
+        with tiny_trainer(make_config(Path("unused"), train=train, parallel=dict(strategy=strategy))) as trainer:
+            seen: list[torch.dtype] = []
+            trainer.model.ln_final.register_forward_pre_hook(
+                lambda module, inputs, seen=seen: seen.append(inputs[0].dtype)
+            )
+            trainer.train_step()
+            found.append(seen)
+    return found
+
+
+@pytest.mark.parametrize("strategy, fp16", [("none", 4), ("bucketed", 4), ("torch_ddp", 4), ("fsdp", 2),
+                                            ("fsdp_simple", 2), ("torch_fsdp", 2)])  # fmt: skip
+def test_the_residual_stream_is_16_bit_where_the_planner_says_so(strategy: str, fp16: int) -> None:
+    bf16, world_size = 4 if strategy == "torch_ddp" else 2, 1 if strategy == "none" else 2
+    expected = [bf16, bf16, fp16, 4, 2, 2]
+    for of_rank in run_ranks(residual_dtypes, world_size, strategy):
+        assert [[dtype.itemsize for dtype in seen] for seen in of_rank] == [[size] for size in expected]
+    for (precision, weight_dtype), size in zip(WAYS, expected, strict=True):
+        how: Any = dict(precision=precision, weight_dtype=weight_dtype, strategy=strategy, world_size=world_size)
+        config = make_config(Path("unused"), train=dict(precision=precision, weight_dtype=weight_dtype))
+        job = Job(shape=config.model.shape, fused=config.optimizer.implementation == "fused", **how)
+        assert job.residual_number_bytes == size, how
+
+
+def test_a_model_in_training_can_be_pickled(tmp_path: Any) -> None:
+    with tiny_trainer(make_config(tmp_path, train=dict(precision="bf16"))) as trainer, trainer.autocast():
+        again, tokens = pickle.loads(pickle.dumps(trainer.model)), torch.arange(16)[None]
+        assert torch.equal(again(tokens), trainer.model(tokens))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_model_that_was_made_16_bit_is_refused(precision: str, tmp_path: Any) -> None:
+    """A float32 run would train 16-bit weights without masters."""
+    with tiny_trainer(make_config(tmp_path, train=dict(precision="bf16"))) as trainer:
+        again = make_config(tmp_path, train=dict(precision=precision))
+        with pytest.raises(ValueError, match=r"the model has weights in torch\.bfloat16: they must be float32"):
+            Trainer(again, trainer.model, random_tokens(), "cpu")
