@@ -154,7 +154,7 @@ def configurations(
         if not found or not measured.issuperset((name, asked[name]) for name in given):
             raise reason
     for message in useless_paths:
-        logger.info("goes without the file beside the rows: %s", message)
+        logger.info("the file beside the rows is not used: %s", message)
     return list(found)
 
 

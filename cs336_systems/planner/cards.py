@@ -80,7 +80,7 @@ def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     across = math.fsum(w * (x - mean_x) * (t - mean_t) for w, x, t in zip(weights, sizes, seconds, strict=True))
     slope = across / math.fsum(w * (x - mean_x) ** 2 for w, x in zip(weights, sizes, strict=True))
     if slope <= 0:
-        raise ValueError("all-reduce times do not grow with the number of bytes: they must")
+        raise ValueError("the all-reduce times must grow with the number of bytes, and do not")
     return max(0.0, mean_t - slope * mean_x), 1 / slope
 
 

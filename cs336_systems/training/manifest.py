@@ -124,7 +124,7 @@ def check_identity(
 ) -> None:
     """Raise ValueError naming every field of the identity in which a run differs from the checkpoint's.
 
-    why: other differences that may be the cause. The message lists them too.
+    why: other differences that may be the cause, or what to do. The message lists them too.
     partly: compare only the fields of `identity`.
     """
     # Older checkpoints lack the newer fields.

@@ -36,6 +36,8 @@ from .together import on_every_rank, on_first_rank
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_OUT = "init_from brings its own model: leave out the config file or the fields that describe another"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -126,7 +128,7 @@ class Plan:
             if known not in (None, here):
                 raise ValueError(
                     f"data.tokenizer is {self.config.data.tokenizer}: it must be that of init_from "
-                    f"{weights.checkpoint}, for whose tokens the weights were trained"
+                    f"{weights.checkpoint}, for whose tokens the weights were trained; give its tokenizer.json"
                 )
         set_newer_aside(self.run_dir / CHECKPOINTS, -1 if self.resumed is None else self.step)
         # `resume` belongs to one command, not to the run.
@@ -174,7 +176,7 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
                 model = load_model(config.init_from)
                 architecture = _architecture(config)
                 del architecture["model.context_length"]  # no weight depends on it
-                check_identity(model.checkpoint, model.manifest, architecture, partly=True)
+                check_identity(model.checkpoint, model.manifest, architecture, [_LEAVE_OUT], partly=True)
                 _check_tokenizer_is_named(config.data, model)
                 weights.append(model)
             return Plan(named, run_dir)

@@ -164,7 +164,7 @@ class Run:
         if passes > _MANY_PASSES:
             logger.warning(
                 f"training: that is {passes:.0f} passes over these tokens; beyond about {_MANY_PASSES}, more passes "
-                "teach little. Give a longer text or fewer train.max_steps"
+                "teach little, or only the text by heart. Give a longer text or fewer train.max_steps"
             )
 
     def _write(self, row: Row) -> None:
