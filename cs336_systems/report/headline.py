@@ -68,13 +68,9 @@ def _of_training(rows: Iterable[Row]) -> list[Row]:
 
 
 def _training(rows: Sequence[Row]) -> _Compared:
-    """The size with the longest step: it depends least on the host."""
-    groups = [{row.variant: row for row in group} for group in grouped(rows, _STEP_FIELDS)]
-    compared = [group for group in groups if {_TRAINER, "hf_llama"} <= group.keys()]
-    if compared:
-        group = max(compared, key=lambda group: group[_TRAINER].metrics["step_ms"]["mean"])
-        c = group[_TRAINER].config
-        times = {name: row.metrics["step_ms"]["mean"] for name, row in group.items()}
+    for group in grouped(rows, _STEP_FIELDS):
+        c = group[0].config
+        times = {row.variant: row.metrics["step_ms"]["mean"] for row in group}
         yield f"training step, {_batch(c)}{_compiled(c)}", times, [(_TRAINER, "hf_llama", "Hugging Face's Llama")]
 
 

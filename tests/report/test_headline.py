@@ -42,7 +42,7 @@ ATTENTION = [kernels("flash_triton", 6.0), kernels("fa4", 5.0), kernels("sdpa", 
              kernels("flash_triton", 7.0, (8, 16, 2048, 64)), kernels("fa4", 1.0, (8, 16, 2048, 64)),
              kernels("flash_triton", 7.0, (8, 1, 4096, 64)), kernels("fa4", 1.0, (8, 1, 4096, 64))]  # fmt: skip
 TRAINING = [train_step("cs336", 25.0), train_step("cs336_graph", 10.0), train_step("hf_llama", 20.0)]
-LARGER = [train_step("cs336_graph", 50.0, "xl"), train_step("hf_llama", 40.0, "xl")]
+LARGER = [train_step("cs336_graph", 50.0, "xl"), train_step("hf_llama", 40.0, "xl", command="another of the run")]
 PARALLEL = [ddp("alone", 9.0), ddp("bucketed:100", 30.0), ddp("bucketed:100+graph", 15.0), ddp("torch_ddp", 20.0),
             ddp("fsdp", 12.0), ddp("torch_fsdp", 24.0), ddp("bucketed:100", 7.0, compiled=True),
             ddp("fsdp+zero2+graph", 6.0), ddp("torch_fsdp+zero2", 30.0)]  # fmt: skip
@@ -61,11 +61,12 @@ def test_every_pair_of_one_run_is_compared_whoever_is_faster(tmp_path: Path) -> 
     assert header == "| work | ours | peer | ours is |"
     assert rule == "| --- | --- | --- | ---: |"
     heads = "attention, 4 x 16 heads of 64, 4,096 tokens"
-    alone, both = "training step, xl, 4 x 8, compiled", "training step, xl, 4 x 8 on each of 2 GPUs, eager"
+    small, alone = "training step, small, 4 x 8, compiled", "training step, xl, 4 x 8, compiled"
+    both = "training step, xl, 4 x 8 on each of 2 GPUs, eager"
     assert lines == [
         # not at 2,048 tokens, and not with a single head
         f"| {heads} | `flash_triton` 6 ms | the fastest of the others (`fa4`) 5 ms | 1.20x slower |",
-        # the larger of the two sizes
+        f"| {small} | `cs336_graph` 10 ms | Hugging Face's Llama (`hf_llama`) 20 ms | 2.00x faster |",
         f"| {alone} | `cs336_graph` 50 ms | Hugging Face's Llama (`hf_llama`) 40 ms | 1.25x slower |",
         # without graphs `bucketed:100` and `fsdp` wait for the host, so they are left out
         f"| {both} | `bucketed:100+graph` 15 ms | PyTorch's DDP (`torch_ddp`) 20 ms | 1.33x faster |",
