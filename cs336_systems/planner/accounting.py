@@ -214,7 +214,7 @@ def naive_attention_bytes(
 def residual_bytes(shape: ModelShape, batch_size: int, length: int, number_bytes: int = 4) -> int:
     """The residual stream between two blocks: 4 T d, T = B N tokens. Autocast leaves it in float32.
 
-    number_bytes: 2 where it is 16-bit (`Job.computes_narrow`).
+    number_bytes: 2 where it is 16-bit (`Job.residual_number_bytes`).
     """
     return number_bytes * batch_size * length * shape.d_model
 
@@ -230,7 +230,7 @@ def activation_bytes(
     length: int,
     precision: str = "fp32",
     attention: str = "naive",
-    has_narrow_weights: bool = False,
+    has_narrow_residual: bool = False,
 ) -> dict[str, int]:
     """Bytes that an eager TransformerBlock saves for backward besides its input and weights, by part.
 
@@ -247,7 +247,7 @@ def activation_bytes(
         ln2          8 T d + 4 T, including its own input, the residual stream between attention and ffn
         ffn          4 T d, twice 2 T d under autocast; w1 x, silu(w1 x), w3 x, their product 4 c T d_ff
 
-    has_narrow_weights: the residual stream is 16-bit too. Norms convert it to float32: 4 T d more in ln1, no change in
+    has_narrow_residual: the residual stream is 16-bit. Norms convert it to float32: 4 T d more in ln1, no change in
     ln2. Their output is one tensor for all products that read it, 2 T d.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation", count another block in this way. A GPU's own kernels
@@ -263,11 +263,11 @@ def activation_bytes(
         raise ValueError(
             f"attention is {attention!r}: it must be one of {', '.join(PLAIN_ATTENTION + FLASH_ATTENTION)}"
         )
-    read = 2 * tokens * d if has_narrow_weights else 4 * tokens * d  # by w1 and w3
+    read = 2 * tokens * d if has_narrow_residual else 4 * tokens * d  # by w1 and w3
     norms = 8 * tokens * (of_q + of_k) + 4 * tokens * (shape.num_heads + shape.kv_heads)
     return {
-        "ln1": 4 * tokens + (8 if has_narrow_weights else 4) * tokens * d,
-        "qkv_proj": read if c == 4 or has_narrow_weights else 3 * 2 * tokens * d,
+        "ln1": 4 * tokens + (8 if has_narrow_residual else 4) * tokens * d,
+        "qkv_proj": read if c == 4 or has_narrow_residual else 3 * 2 * tokens * d,
         **({"qk_norm": norms} if shape.qk_norm else {}),
         "attention": inside,
         "output_proj": c * tokens * of_q,

@@ -33,17 +33,18 @@ def block_parts(job: Job) -> dict[str, int]:
                     naive: q, k, v, o by tokens, softmax, mask, max and sum  4 c T Q + 4 B H N^2 + N^2 + 8 T H
         ffn: w1 x, w3 x, their product                                       3 c T d_ff
 
-    A 16-bit input is 2 T d. With a memory budget below 1 the partitioner keeps at most that share of
-    everything but the input. It first drops all tensors that need no product to recompute: c T d of each norm, the
-    product in ffn, and o by tokens where o is kept. With FP8 it drops them at any budget, because products read what is
-    rounded from them, and rounding needs no product either. The share is then of what is left.
+    A 16-bit input is 2 T d. With a memory budget below 1 the partitioner keeps at most that share of everything but the
+    input. It first drops all tensors that need no product to recompute: c T d of each norm, the product in ffn, and o
+    by tokens where o is kept. With FP8 it drops them at any budget, because products read what is rounded from them,
+    and rounding needs no product either. The share is then of what is left.
     """
     s, c, t, (of_q, of_k) = job.shape, job.number_bytes, job.tokens, widths(job.shape)
     length, d = s.context_length, s.d_model
     if not job.compile:
-        parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel, job.computes_narrow)
+        is_narrow = job.residual_number_bytes == 2
+        parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel, is_narrow)
         # If the input is 16-bit, the first norm keeps a float32 copy, and nothing keeps the input itself.
-        entry = 0 if job.computes_narrow else residual_bytes(s, job.batch_size, length, job.residual_number_bytes)
+        entry = 0 if is_narrow else residual_bytes(s, job.batch_size, length)
         return {"input": entry, **parts}
     inside = c * t * (3 * of_q + 2 * of_k) + 4 * t * s.num_heads
     if job.holds_scores:

@@ -206,9 +206,8 @@ class Job:
 
     @property
     def computes_narrow(self) -> bool:
-        """Whether the residual stream is 16-bit, as the weights of products are."""
-        in_16_bits = self.weight_bytes == 2 or self.is_sharded or (self.has_masters and self.computing == "bf16")
-        return self.number_bytes == 2 and in_16_bits
+        """Whether all weights that the model computes with are 16-bit."""
+        return self.number_bytes == 2 and (self.weight_bytes == 2 or self.is_sharded)
 
     @property
     def casts_weights(self) -> bool:
@@ -222,7 +221,8 @@ class Job:
 
     @property
     def residual_number_bytes(self) -> int:
-        return 2 if self.computes_narrow else 4
+        """Bytes per number of the residual stream. Beside float32 masters it is 16-bit in bfloat16 alone."""
+        return 2 if self.computes_narrow or (self.has_masters and self.computing == "bf16") else 4
 
     @property
     def logits_tokens(self) -> int:

@@ -196,7 +196,7 @@ def logits_terms(job: Job) -> tuple[Term, Term, Term]:
         logits = (2 * c if job.compile else 2 * c + 5 + (4 if c < 4 else 0)) * numbers
         products = c * numbers + (0 if c == 4 else 4) * weight  # the product is a separate tensor, then added
         copy = c if job.casts_head else 0
-        stays = 2 if job.is_sharded or job.weight_bytes == 2 else 4
+        stays = 2 if job.computes_narrow else 4
         working = f"max({logits:,}, {products:,}) of {job.logits_tokens:,} tokens + {4 + copy} V d, V d = {weight:,}"
         return (
             Term("logits and loss", working, max(logits, products) + (4 + copy) * weight),

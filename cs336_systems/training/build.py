@@ -63,10 +63,9 @@ def narrow_matrices(model: TransformerLM, config: TrainConfig) -> dict[str, Tens
     """Make the weights of linear layers 16-bit, in place; return the float32 ones by name, rank 0's on all ranks.
 
     In bfloat16 the residual stream is 16-bit too, from the embedding's output on, as it is with sharded weights. In
-    float16 it might overflow.
-    A head that is tied to the embedding stays float32. The gradients are 16-bit too, except for sums of 16-bit
-    products: those of several micro-batches, and of the head whose loss is computed in chunks. FSDP rounds the latter
-    to 16 bits to send it.
+    float16 it might overflow. A head that is tied to the embedding stays float32. The gradients are 16-bit too, except
+    for sums of 16-bit products: those of several micro-batches, and of the head whose loss is computed in chunks. FSDP
+    rounds the latter to 16 bits to send it.
     """
     masters: dict[str, Tensor] = {}
     dtype = DTYPES[config.precision]

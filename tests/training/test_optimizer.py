@@ -139,7 +139,7 @@ def test_validation_sees_no_gradients() -> None:
     assert set(seen) == {False}
 
 
-# The same numbers as autocast over float32 weights
+# The same numbers as autocast over float32 weights, with the same residual stream
 
 
 class AutocastTrainer(Trainer):
