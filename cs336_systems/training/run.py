@@ -86,6 +86,8 @@ class Run:
             if settings.deterministic:
                 stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
                 torch.use_deterministic_algorithms(True)
+                # Otherwise the compiler times kernels and takes the fastest: not the same ones on a busy GPU.
+                stack.enter_context(torch._inductor.config.patch(deterministic=True))
             for sink in self.sinks:
                 stack.callback(sink.close)
             stop = stack.enter_context(StopRequest())
