@@ -354,8 +354,8 @@ def _consumer(
     QUERIES: gl.constexpr = q_buffers.shape[1]
     buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
     tile, i, start = gl.program_id(0), 0, 0
+    b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
         first_key = n0 + group * _ROWS
         limit = first_key
         if BAND != "none":
@@ -418,13 +418,17 @@ def _consumer(
                     barrier()
                     count_up(ADDED + last, True)
         mbarrier.arrive(kv_empty.index(0))
+        # The next place is found while TMA adds to DQ.
+        tile = next_tile(tiles, tile_ready, i)
+        next_b, next_h, bh, n0, first, count = _place(
+            gl.minimum(tile, TILES - 1), H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED
+        )
         tma.store_wait(0)
         store_tile(dk_, b, h, first_key, dk * scale, buffer)
         tma.store_wait(0)
         store_tile(dv_, b, h, first_key, dv, buffer)
         tma.store_wait(0)
-        tile = next_tile(tiles, tile_ready, i)
-        i += 1
+        b, h, i = next_b, next_h, i + 1
 
 
 @gluon.jit(do_not_specialize=LENGTHS)

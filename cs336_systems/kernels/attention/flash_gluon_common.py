@@ -9,7 +9,7 @@ loading warp takes the next tile from a counter in memory, and loads for it whil
 Legend, in addition to the legend of `flash_triton_kernels.py`
     q_, k_, ...    descriptors of the tensors: TMA loads and stores their tiles
     ROWS           rows of a warpgroup
-    GROUPS         warpgroups that compute: 2, and 3 in the forward pass where D_PAD is 64
+    GROUPS         warpgroups that compute: 2, and 3 in the forward pass where D_PAD is 64 and there is no band
     TILES          the number of all programs' tiles; those with the most work come first
     COUNTER        how many of them have been taken, not counting each program's first
     i              the number of this program's tiles so far
@@ -169,10 +169,11 @@ def take_tile(COUNTER, tiles, tile_ready, i):
     """Take the tile after the i-th from the counter, and tell the warpgroups.
 
     Its number overwrites that of tile i - 1. All warpgroups have read that one, because they have begun tile i - 1.
+    relaxed: the counter orders no other memory, and the fences of the default take as long as a step.
     """
     lanes = gl.arange(0, 32, _ONE_WARP)
     ones = gl.full([32], 1, gl.int32, _ONE_WARP)
-    taken = gl.atomic_add(COUNTER + lanes * 0, ones, mask=lanes == 0)
+    taken = gl.atomic_add(COUNTER + lanes * 0, ones, mask=lanes == 0, sem="relaxed")
     tile = gl.num_programs(0) + gl.max(gl.where(lanes == 0, taken, 0), 0)
     tiles.index(stage_of(i)).store(tile * ones)
     mbarrier.arrive(tile_ready.index(stage_of(i)))

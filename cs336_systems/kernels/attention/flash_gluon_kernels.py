@@ -59,9 +59,12 @@ _ROW, _COLUMN = gl.constexpr(gl.SliceLayout(1, _SCORES.value)), gl.constexpr(gl.
 _LN_2 = gl.constexpr(math.log(2))
 
 
-def groups(d_pad: int) -> int:
-    """GROUPS: as many as there are registers for, since all warpgroups share each load of keys and values."""
-    return 3 if d_pad == 64 else 2
+def groups(d_pad: int, has_band: bool) -> int:
+    """GROUPS: as many as there are registers for, since all warpgroups share each load of keys and values.
+
+    A band needs more registers. Besides, fewer queries together see fewer keys that some of them do not see.
+    """
+    return 3 if d_pad == 64 and not has_band else 2
 
 
 @gluon.jit
@@ -155,18 +158,22 @@ def _pass_over(bars, lo, hi):
 
 @gluon.jit
 def _softmax(
-    s, total, m, first_row, n0, limit, sc, N_k, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr
+    s, total, m, first_row, n0, limit, sc, N_k, CAUSAL: gl.constexpr, BAND: gl.constexpr, IS_LAST: gl.constexpr
 ):
-    """One step of the online softmax: the probabilities, the factor of the output so far, total and m."""
-    if MASKED:
-        column, offset = apart(gl.arange(0, _BN, _COLUMN)[None, :])
+    """One step of the online softmax: the probabilities, the factor of the output so far, total and m.
+
+    IS_LAST: the tile has the last key, and its scores are masked. The band's mask is apart, since one condition of both
+    needs more registers.
+    """
+    column, offset = apart(gl.arange(0, _BN, _COLUMN)[None, :])
+    if IS_LAST:
         seen = column < N_k - n0 - offset
         if CAUSAL:
             rows = first_row + gl.arange(0, _ROWS, _ROW)
             seen = column <= (gl.minimum(rows, N_k - 1) - n0)[:, None] - offset
-        if BAND != "none":
-            seen = seen & (column >= (limit - n0)[:, None] - offset)
         s = gl.where(seen, s, float("-inf"))
+    if BAND != "none":
+        s = gl.where(column >= (limit - n0)[:, None] - offset, s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * sc)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far is above -inf; -inf - -inf is NaN
     p = gl.exp2(s * sc - shift[:, None])
@@ -177,7 +184,7 @@ def _softmax(
 @gluon.jit
 def _loop(
     q, p, acc, total, m, buffers, bars, group: gl.constexpr, i, base, lo, hi, first_row, limit, sc, N_k,
-    OUTPUT: gl.constexpr, GROUPS: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr,
+    OUTPUT: gl.constexpr, GROUPS: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """The tiles of keys from lo to hi, the last one first. Tile j has step base - 1 - j, and needs no causal mask.
 
@@ -190,7 +197,7 @@ def _loop(
         scores = _start_scores(q, k_buffers, k_ready, step + 1)
         output = _start_output(p, acc, v_buffers, v_ready, step)
         s = warpgroup_mma_wait(1, [scores])
-        p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, MASKED)
+        p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, False)
         if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
             p_next = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a barrier.
@@ -242,12 +249,12 @@ def _consumer(
         p = gl.convert_layout(p.to(o_.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         p, acc, total, m = _loop(
             q, p, acc, total, m, buffers, bars, group, i, base, inner, end - 1, first_row, limit, sc, N_k,
-            OUTPUT, GROUPS, BAND, False,
+            OUTPUT, GROUPS, "none",
         )  # fmt: skip
         if BAND != "none":
             p, acc, total, m = _loop(
                 q, p, acc, total, m, buffers, bars, group, i, base, begin, inner, first_row, limit, sc, N_k,
-                OUTPUT, GROUPS, BAND, True,
+                OUTPUT, GROUPS, BAND,
             )  # fmt: skip
         start = base - begin
         mbarrier.arrive(q_empty.index(group))
@@ -258,7 +265,7 @@ def _consumer(
         start = base - tile_begin
         rows = first_row + gl.arange(0, _ROWS, _ROW)
         gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
-        o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
+        o = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUTPUT))[:, None]
         tma.store_wait(0)  # the tile before has left the buffer
         store_tile(o_, b, h, first_row, o, o_buffer)
         tile = next_tile(tiles, tile_ready, i)

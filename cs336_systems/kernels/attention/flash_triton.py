@@ -346,7 +346,7 @@ def gluon_launch(
         return Launch(kernel, _padded_length(q) // 64 * q.shape[0] * q.shape[1], constants, {}, 4, num_stages=1)
     rows, groups, more = gluon.ROWS, gluon.GROUPS, {}
     if phase == "forward":
-        groups = gluon_forward.groups(d_pad)
+        groups = gluon_forward.groups(d_pad, band is not None)
         more = dict(GROUPS=groups)
         kernel, tiled, looped_over, blocks = gluon_forward.forward_kernel, q, k, _blocks(q, rows, gluon_forward.BN)
     else:
