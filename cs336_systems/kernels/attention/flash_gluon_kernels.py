@@ -112,13 +112,13 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
     while tile < TILES:
         b, h, _bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
         begin, _inner, end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
-        for group in gl.static_range(GROUPS):
+        kv_head = key_head(h, G)
+        _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, k_empty, start)
+        for group in gl.static_range(GROUPS - 1, -1, -1):  # the last queries see the last keys: their group is ahead
             mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
             bar = q_ready.index(group)
             mbarrier.expect(bar, q_.block_type.nbytes)
             load_tile(q_, b, h, m0 + group * _ROWS, q_buffers.index(group), bar)
-        kv_head = key_head(h, G)
-        _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, k_empty, start)
         for j in range(end - 1, begin, -1):
             step = start + end - 1 - j
             _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, k_empty, step + 1)
