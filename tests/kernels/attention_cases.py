@@ -463,8 +463,9 @@ class KernelTests:
         for function in (torch.compile(layer, fullgraph=True, backend="aot_eager"), eager):
             y = function(x)
             results.append([y, *torch.autograd.grad(y, [x, *function.parameters()], dy)])
-        rtol = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
-        torch.testing.assert_close(*results, rtol=rtol, atol=rtol)
+        tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 2e-2
+        for compiled, expected in zip(*results, strict=True):  # a few 16-bit gradients may be near zero
+            assert (compiled - expected).norm() <= tolerance * expected.norm()
 
 
 class FlashKernelTests(KernelTests):
