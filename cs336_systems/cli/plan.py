@@ -98,9 +98,13 @@ def _job(options: Any, memory_gib: float | None = None) -> Job:
         options_of_overlap = {name: given[name] for name in ("bucket_size_mb", "shard_optimizer") if name in given}
         auto = ParallelConfig(**options_of_overlap).resolved(world_size)
         given = {name: getattr(auto, name) for name in _BY_GPUS} | given
-    if memory_gib is None or given.get("activation_offload") != "auto":
-        return _as_trained(Job(shape=_shape(options), **given))
-    job = _as_trained(Job(shape=_shape(options), **given | {"activation_offload": "none"}))
+    shape, is_auto = _shape(options), given.get("activation_offload") == "auto"
+    most = 1_000 if is_auto else 100_000  # all blocks are gone through, and with auto every number of offloaded ones
+    accepted = f"at most {most:,}" + (" with activation_offload 'auto'" if is_auto else "")
+    require(shape.num_layers <= most, "num_layers", shape.num_layers, accepted)
+    if memory_gib is None or not is_auto:
+        return _as_trained(Job(shape=shape, **given))
+    job = _as_trained(Job(shape=shape, **given | {"activation_offload": "none"}))
     return replace(job, activation_offload=smallest_offload(job, memory_gib * GIB) or largest_offload(job))
 
 
@@ -117,6 +121,8 @@ def _print(sections: Sequence[Section], options: Any) -> int:
 def _planned(job: Job, options: Any, card: Card, memory_gib: float) -> Section:
     """The assumptions of a plan, and whether its peak fits the card. Raises ValueError if it lacks the precision."""
     card.check(job.precision)
+    there = options.host_memory_gib
+    require(there is None or 0 < there < 1e6, "host_memory_gib", there, "above 0 and below 1e6")
     shape = [f"{name} {getattr(job.shape, name):,}" for name in (*SIZE_FIELDS, "vocab_size", "context_length")]
     defaults = ModelShape.defaults()
     shape += [f"{name} {value}" for name in _OPTIONS if (value := getattr(job.shape, name)) != defaults[name]]
@@ -133,7 +139,7 @@ def _planned(job: Job, options: Any, card: Card, memory_gib: float) -> Section:
     notes = [f"{_size(options) or 'own shape'}: {', '.join(shape)}", f"a GPU's step: {', '.join(chosen)}"]
     notes.append(f"{card.name} of {memory_gib:g} GiB, {found}: the peak of {show(needed, 'bytes')} {why[found]}")
     if job.offloaded_blocks:
-        notes.append(offload_note(job, card, options.host_memory_gib and options.host_memory_gib * GIB))
+        notes.append(offload_note(job, card, there and there * GIB))
     if job.world_size == 1 and (job.strategy != "none" or job.shard_optimizer):
         notes.append("one GPU shares nothing: set the number of GPUs with --world_size")
     return Section("Planned", (), tuple(notes))
@@ -188,9 +194,8 @@ def _activation(arguments: Sequence[str]) -> int:
 
 def _checkpointing(arguments: Sequence[str]) -> int:
     options = parse(_job_parser("checkpointing", *_BLOCK), arguments)
-    job, most = _job(options), 100_000  # every group size is tried
-    require(job.shape.num_layers <= most, "num_layers", job.shape.num_layers, f"at most {most:,}")
-    return _print(checkpointing_sections(job), options)
+    require(options.precision != "fp8", "precision", "fp8", "fp32, bf16 or fp16, as in cs336 bench checkpointing")
+    return _print(checkpointing_sections(_job(options)), options)
 
 
 def _ddp_overhead(arguments: Sequence[str]) -> int:

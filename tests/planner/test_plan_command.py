@@ -19,6 +19,7 @@ from tests import forked
 from tests.systems.command import Run, the_line
 
 RESULTS = Path(__file__).parents[2] / "results/h200"
+CHECKPOINTING = ("checkpointing", "--precision")
 NARROW = ("--d_model", "64", "--d_ff", "64", "--num_heads", "1")
 
 
@@ -126,6 +127,12 @@ def test_checkpointing_in_float32_is_best_near_the_square_root(sections: Section
     assert abs(found["least memory"] - found["by calculus"]) <= 1
 
 
+def test_checkpointing_says_that_it_counts_autocast_over_float32_weights(plan: Run) -> None:
+    said = {name: "weights and residual stream are float32, and autocast" in plan(*CHECKPOINTING, name)[1]
+            for name in ("fp32", "bf16", "fp16")}  # fmt: skip
+    assert said == {"fp32": False, "bf16": True, "fp16": True}
+
+
 def test_ddp_overhead_fits_rows(sections: Sections, tmp_path: Path) -> None:
     rows = tmp_path / "all-reduce.jsonl"
     lines = []
@@ -198,6 +205,7 @@ def test_check_reads_all_row_files_below_a_folder(plan: Run, tmp_path: Path) -> 
         (("memory", "--d_model", "100"), "d_ff is missing: give it"),
         (("memory", "--card", "H300"), "card is 'H300': it must be one of H200"),
         (("memory", "--memory_gib", "0"), "memory_gib is 0.0: it must be above 0"),
+        (("step", "--host_memory_gib", "-5"), "host_memory_gib is -5.0: it must be above 0"),
         (("memory", "--attention", "flesh"), "attention is 'flesh': it must be one of naive"),
         (("memory", "--batchsize", "4"), "unknown field batchsize: did you mean batch_size?"),
         (("step", "--bandwidth_tb_s", "-1"), "bandwidth_tb_s is -1.0: it must be at least 1e-6"),
@@ -215,6 +223,17 @@ def test_check_reads_all_row_files_below_a_folder(plan: Run, tmp_path: Path) -> 
         (("ddp-overhead", "--rows", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
         (("parallelism", "--x", "0"), "x is 0: it must be at least 1"),
         (("checkpointing", *NARROW, "--num_layers", "100000000"), "num_layers is 100000000: it must be at most"),
+        (("memory", *NARROW, "--num_layers", "100001"), "num_layers is 100001: it must be at most 100,000"),
+        (
+            ("step", *NARROW, "--num_layers", "1001", "--activation_offload", "auto"),
+            "num_layers is 1001: it must be at most 1,000 with activation_offload 'auto'",
+        ),
+        (
+            ("memory", "--size", "xl", "--activation_checkpointing", "groups_49"),
+            "activation_checkpointing is 'groups_49': it must be none, block, first_K, every_K or groups_K with K from "
+            "1 to 48, the number of blocks",
+        ),
+        (("checkpointing", "--precision", "fp8"), "precision is 'fp8': it must be fp32, bf16 or fp16"),
         (("check", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
     ],
 )
