@@ -110,7 +110,7 @@ class Job:
         require(self.attention in ATTENTION, "attention", self.attention, f"one of {', '.join(ATTENTION)}")
         strategy, size = self.strategy, self.bucket_size_mb
         require(strategy in STRATEGIES, "strategy", strategy, f"one of {', '.join(STRATEGIES)}")
-        checkpointed_blocks(self.activation_checkpointing, "")
+        self._check_checkpointed()
         check_kept_attention(self.activation_checkpointing, self.attention)
         offloaded_blocks(self.activation_offload, "", self.activation_checkpointing, self.shape.num_layers)
         require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
@@ -122,6 +122,11 @@ class Job:
         require(accepted, "reshard_after_forward", False, f"true with strategy {strategy!r}, which shards no weights")
         if size is None and strategy in IN_BUCKETS:
             object.__setattr__(self, "bucket_size_mb", IN_BUCKETS[strategy])
+
+    def _check_checkpointed(self) -> None:
+        (_, k), layers = self.checkpointing or ("none", 1), self.shape.num_layers
+        accepted = f"none, block, first_K, every_K or groups_K with K from 1 to {layers}, the number of blocks"
+        require(k <= layers, "activation_checkpointing", self.activation_checkpointing, accepted)
 
     def _check_shape(self) -> None:
         tied, window, kernels = self.shape.tie_embeddings, self.shape.window, ", ".join(WITH_WINDOW)

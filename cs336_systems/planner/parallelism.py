@@ -69,7 +69,7 @@ class Mesh:
         check_types(self, "")
         require_at_least(self, "", 1, "x", "y", "m_x", "m_y")
         for name in ("w_ici", "flops"):
-            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "above 0 and finite")
+            require(1 <= getattr(self, name) < 1e30, name, getattr(self, name), "at least 1 and below 1e30")
 
     @property
     def devices(self) -> int:

@@ -107,8 +107,8 @@ def test_the_best_split_is_where_brute_force_finds_it() -> None:
     [
         (FeedForward, {"d_ff": 0}, "d_ff is 0: it must be at least 1"),
         (Mesh, {"x": 0}, "x is 0: it must be at least 1"),
-        (Mesh, {"w_ici": 0.0}, "w_ici is 0.0: it must be above 0"),
-        (Mesh, {"flops": math.inf}, "flops is inf: it must be above 0 and finite"),
+        (Mesh, {"w_ici": 0.0}, "w_ici is 0.0: it must be at least 1"),
+        (Mesh, {"flops": math.inf}, "flops is inf: it must be at least 1 and below 1e30"),
     ],
 )
 def test_impossible_values_are_named(cls: type, given: dict[str, Any], message: str) -> None:
