@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from cs336_basics.shape import ModelShape
 
-from ..config.checks import require
+from ..config.checks import require, without_groups
 from ..config.model import MODEL_SIZES, SHAPE_FIELDS, SIZE_FIELDS, ModelConfig
 from ..config.run import ParallelConfig
 from ..planner.accounting import bytes_of_kinds, sizes_of
@@ -72,7 +72,7 @@ def _job_parser(command: str, *names: str) -> Any:
 def _size(options: Any) -> str | None:
     """The named size; small if neither a name nor a shape is given."""
     has_shape = any(getattr(options, name) is not None for name in SIZE_FIELDS)
-    return options.size or (None if has_shape else "small")
+    return "small" if options.size is None and not has_shape else options.size
 
 
 def _shape(options: Any) -> ModelShape:
@@ -96,12 +96,12 @@ def _job(options: Any, memory_gib: float | None = None) -> Job:
         given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
     elif (world_size := given.get("world_size", 1)) > 1:
         options_of_overlap = {name: given[name] for name in ("bucket_size_mb", "shard_optimizer") if name in given}
-        auto = ParallelConfig(**options_of_overlap).resolved(world_size)
+        with without_groups():
+            auto = ParallelConfig(**options_of_overlap).resolved(world_size)
         given = {name: getattr(auto, name) for name in _BY_GPUS} | given
     shape, is_auto = _shape(options), given.get("activation_offload") == "auto"
-    most = 1_000 if is_auto else 100_000  # all blocks are gone through, and with auto every number of offloaded ones
-    accepted = f"at most {most:,}" + (" with activation_offload 'auto'" if is_auto else "")
-    require(shape.num_layers <= most, "num_layers", shape.num_layers, accepted)
+    accepted = "at most 1,000 with activation_offload 'auto'"  # which tries every number of them
+    require(not is_auto or shape.num_layers <= 1_000, "num_layers", shape.num_layers, accepted)
     if memory_gib is None or not is_auto:
         return _as_trained(Job(shape=shape, **given))
     job = _as_trained(Job(shape=shape, **given | {"activation_offload": "none"}))

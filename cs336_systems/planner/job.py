@@ -33,6 +33,8 @@ OVERLAPPED = ("overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_f
 STRATEGIES = ("none", "naive", "flat", *OVERLAPPED, "fsdp_simple")
 NEED_FLOAT32 = ("torch_ddp", "torch_fsdp")
 """Strategies that a 16-bit run gives float32 weights."""
+MOST_LAYERS = 100_000
+"""Counts go through all blocks."""
 ALIASES = {"flashddp": "bucketed"}
 """Names of training strategies that mean one of STRATEGIES."""
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}
@@ -129,6 +131,8 @@ class Job:
         require(k <= layers, "activation_checkpointing", self.activation_checkpointing, accepted)
 
     def _check_shape(self) -> None:
+        layers = self.shape.num_layers
+        require(layers <= MOST_LAYERS, "num_layers", layers, f"at most {MOST_LAYERS:,}")
         tied, window, kernels = self.shape.tie_embeddings, self.shape.window, ", ".join(WITH_WINDOW)
         accepted = "another than torch_fsdp with tie_embeddings true: there is no prediction for both"
         require(not (tied and self.strategy == "torch_fsdp"), "strategy", self.strategy, accepted)

@@ -215,6 +215,8 @@ def test_check_reads_all_row_files_below_a_folder(plan: Run, tmp_path: Path) -> 
             "precision is 'fp8': it must be fp32 or bf16",
         ),
         (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
+        (("step", "--world_size", "2", "--bucket_size_mb", "0"), "bucket_size_mb is 0.0: it must be above 0"),
+        (("step", "--size", ""), "size is '': it must be one of small"),
         (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
         (
             ("ddp-overhead", "--size", "2.7B", "--measured", str(RESULTS / "first/ddp.jsonl")),
