@@ -28,6 +28,8 @@ WITH_WINDOW = (
     "flash_attention_triton",
 )
 """Attention whose memory does not change with a window."""
+WITHOUT_RATE = ("flash_torch", "flash_triton_simple", "flash_triton_compiled")
+"""Kernels to read or to compare with, many times slower than the rates of `cards`."""
 OVERLAPPED = ("overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 """Strategies that communicate during the backward pass."""
 STRATEGIES = ("none", "naive", "flat", *OVERLAPPED, "fsdp_simple")
@@ -246,6 +248,8 @@ class Job:
     @property
     def why_no_time(self) -> str:
         """What of the step has no measured rate, or ""."""
+        if self.attention in WITHOUT_RATE:
+            return f"attention is {self.attention}: the rates of cards are those of faster kernels"
         window, length = self.shape.window, self.shape.context_length
         if window is None or window >= length or self.holds_scores:
             return ""

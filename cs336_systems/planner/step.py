@@ -111,7 +111,7 @@ def attention_seconds(job: Job, card: Card) -> tuple[float, float, str]:
     not reach the rate of large products, and SCORES_PASSES over the scores, 4 B H N^2 bytes. Compiled, everything
     between two products is one kernel.
 
-    Raises ValueError for flash attention in a window, whose rate is not measured.
+    Raises ValueError for flash attention in a window and for kernels whose rate is not measured.
     """
     if job.why_no_time:
         raise ValueError(f"no prediction for the time: {job.why_no_time}")
