@@ -29,7 +29,7 @@ WITH_WINDOW = (
 )
 """Attention whose memory does not change with a window."""
 WITHOUT_RATE = ("flash_torch", "flash_triton_simple", "flash_triton_compiled")
-"""Kernels to read or to compare with, many times slower than the rates of `cards`."""
+"""Kernels to read or to compare with, slower than the rates of `cards`."""
 OVERLAPPED = ("overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 """Strategies that communicate during the backward pass."""
 STRATEGIES = ("none", "naive", "flat", *OVERLAPPED, "fsdp_simple")
