@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config.checks import require
 from ..machine.console import COMMAND
 from ..machine.files import write_whole
 from ..machine.hardware import environment
@@ -138,6 +139,10 @@ def _row(loaded: Any) -> Row:
     names = [field.name for field in fields(Row)]
     if not isinstance(loaded, dict) or loaded.keys() != set(names):
         raise ValueError(f"a row must be an object with exactly {', '.join(names)}")
+    for name in ("case", "variant"):
+        require(isinstance(loaded[name], str), name, loaded[name], "text")
+    for name in ("config", "metrics", "env"):
+        require(isinstance(loaded[name], dict), name, loaded[name], "an object")
     row = Row(**loaded)
     if row.status not in _STATUSES:
         raise ValueError(f"status is {row.status!r}: it must be one of {', '.join(_STATUSES)}")

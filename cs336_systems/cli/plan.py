@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from cs336_basics.shape import ModelShape
 
-from ..config.checks import require
+from ..config.checks import require, without_groups
 from ..config.model import MODEL_SIZES, SHAPE_FIELDS, SIZE_FIELDS, ModelConfig
 from ..config.run import ParallelConfig
 from ..planner.accounting import bytes_of_kinds, sizes_of
@@ -96,7 +96,8 @@ def _job(options: Any, memory_gib: float | None = None) -> Job:
         given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
     elif (world_size := given.get("world_size", 1)) > 1:
         options_of_overlap = {name: given[name] for name in ("bucket_size_mb", "shard_optimizer") if name in given}
-        auto = ParallelConfig(**options_of_overlap).resolved(world_size)
+        with without_groups():
+            auto = ParallelConfig(**options_of_overlap).resolved(world_size)
         given = {name: getattr(auto, name) for name in _BY_GPUS} | given
     if memory_gib is None or given.get("activation_offload") != "auto":
         return _as_trained(Job(shape=_shape(options), **given))
@@ -188,6 +189,7 @@ def _activation(arguments: Sequence[str]) -> int:
 
 def _checkpointing(arguments: Sequence[str]) -> int:
     options = parse(_job_parser("checkpointing", *_BLOCK), arguments)
+    require(options.precision != "fp8", "precision", "fp8", "fp32, bf16 or fp16, as in cs336 bench checkpointing")
     job, most = _job(options), 100_000  # every group size is tried
     require(job.shape.num_layers <= most, "num_layers", job.shape.num_layers, f"at most {most:,}")
     return _print(checkpointing_sections(job), options)

@@ -147,17 +147,20 @@ BUT_ATTENTION = "_but_attention"
 """The end of a checkpointing policy by which blocks keep attention's outputs too."""
 
 
-def checkpointed_blocks(policy: str, group: str) -> tuple[str, int] | None:
+def checkpointed_blocks(policy: str, group: str, num_layers: int | None = None) -> tuple[str, int] | None:
     """Parse a checkpointing policy: none is None, block is ("every", 1), first_K is ("first", K), and so on.
 
     All but groups_K may end in BUT_ATTENTION, which changes nothing here.
-    Raises ValueError naming the group's activation_checkpointing for any other policy.
+    Raises ValueError naming the group's activation_checkpointing for any other policy, and for K above num_layers.
     """
     plain = policy.removesuffix(BUT_ATTENTION)
     found = re.fullmatch(r"(first|every|groups)_([1-9]\d{0,8})", "every_1" if plain == "block" else plain)
     is_known = policy == "none" if found is None else plain == policy or found[1] != "groups"
     accepted = f"none, block, first_K, every_K or groups_K with a number K; all but groups_K may end in {BUT_ATTENTION}"
     require(is_known, f"{group}activation_checkpointing", policy, accepted)
+    is_possible = found is None or num_layers is None or int(found[2]) <= num_layers
+    accepted = f"none, block, first_K, every_K or groups_K with K from 1 to {num_layers}, the number of blocks"
+    require(is_possible, f"{group}activation_checkpointing", policy, accepted)
     return (found[1], int(found[2])) if found else None
 
 

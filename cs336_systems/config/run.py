@@ -216,9 +216,7 @@ class TrainConfig:
 
     def check_checkpointed(self, num_layers: int) -> None:
         """Raise ValueError if a K exceeds the number of blocks."""
-        accepted = f"none, block, first_K, every_K or groups_K with K from 1 to {num_layers}, the number of blocks"
-        is_possible = self.checkpointed is None or self.checkpointed[1] <= num_layers
-        require_field(self, "train.activation_checkpointing", is_possible, accepted)
+        checkpointed_blocks(self.activation_checkpointing, "train.", num_layers)
         self.offloaded_blocks(num_layers)
 
 

@@ -194,5 +194,8 @@ def checkpointing_sections(job: Job) -> list[Section]:
     )
     notes = ["Chen et al. 2016, section 4: L / K inputs of I bytes stay, and one group holds K blocks of A bytes"]
     if job.precision != "fp32":
-        notes.append("autocast keeps a copy of every weight until the loss is computed, for any group size")
+        notes += [
+            "as in cs336 bench checkpointing, weights and residual stream are float32, and autocast keeps a copy of",
+            "every weight until the loss is computed; cs336 plan memory counts the 16-bit matrices of cs336 train",
+        ]
     return [Section("Peak of forward and backward by group", tuple(terms)), Section("Group size", found, tuple(notes))]

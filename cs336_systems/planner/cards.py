@@ -34,7 +34,7 @@ class Card:
     bandwidth: float
     """Bytes/s of memory, read and written together."""
     attention: tuple[tuple[int, float], ...]
-    """FLOP/s of flash attention, forward and backward together, by length. Only unmasked pairs count."""
+    """FLOP/s of 16-bit flash attention, forward and backward together, by length. Only unmasked pairs count."""
     latency_s: float
     """Seconds of an all-reduce between two GPUs beside the time of its bytes."""
     link: float
@@ -53,7 +53,7 @@ class Card:
         require(not known or precision in known, "precision", precision, accepted)
 
     def attention_rate(self, length: int) -> float:
-        """FLOP/s of flash attention at a length: interpolated in log(length), and proportional below the first one."""
+        """FLOP/s of 16-bit flash attention at a length: interpolated in log(length), proportional below the first."""
         (low, rate), *others = self.attention
         if length <= low:
             return rate * length / low

@@ -116,6 +116,8 @@ def _compare(name: str, row: Measured) -> Comparison:
         return replace(found, note=_UNKNOWN)
     if milliseconds is None:
         return found
+    if job.why_no_time:
+        return replace(found, note=f"no time: {job.why_no_time}")
     large = ModelConfig(size="large").shape
     in_blocks, in_large = (matmul_parameters(replace(shape, vocab_size=0)) for shape in (job.shape, large))
     return replace(

@@ -28,6 +28,8 @@ WITH_WINDOW = (
     "flash_attention_triton",
 )
 """Attention whose memory does not change with a window."""
+WITHOUT_RATE = ("flash_torch", "flash_triton_simple", "flash_triton_compiled")
+"""Kernels to read or to compare with, slower than the rates of `cards`."""
 OVERLAPPED = ("overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 """Strategies that communicate during the backward pass."""
 STRATEGIES = ("none", "naive", "flat", *OVERLAPPED, "fsdp_simple")
@@ -110,7 +112,7 @@ class Job:
         require(self.attention in ATTENTION, "attention", self.attention, f"one of {', '.join(ATTENTION)}")
         strategy, size = self.strategy, self.bucket_size_mb
         require(strategy in STRATEGIES, "strategy", strategy, f"one of {', '.join(STRATEGIES)}")
-        checkpointed_blocks(self.activation_checkpointing, "")
+        checkpointed_blocks(self.activation_checkpointing, "", self.shape.num_layers)
         check_kept_attention(self.activation_checkpointing, self.attention)
         offloaded_blocks(self.activation_offload, "", self.activation_checkpointing, self.shape.num_layers)
         require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
@@ -237,6 +239,8 @@ class Job:
     @property
     def why_no_time(self) -> str:
         """What of the step has no measured rate, or ""."""
+        if self.attention in WITHOUT_RATE:
+            return f"attention is {self.attention}: the rates of cards are those of faster kernels"
         window, length = self.shape.window, self.shape.context_length
         if window is None or window >= length or self.holds_scores:
             return ""

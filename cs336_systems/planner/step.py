@@ -106,18 +106,19 @@ def attention_seconds(job: Job, card: Card) -> tuple[float, float, str]:
     """Seconds of attention itself in all layers, forward and backward, and the working.
 
     flash: 2 L B N^2 d operations forward, the visible half, and 2.5 times as many backward (Dao 2023,
-    FlashAttention-2, section 4.1), at the card's measured rate for the length. naive: float32 products of all scores,
-    4 L B N^2 d and twice that, which do not reach the rate of large products, and SCORES_PASSES over the scores,
-    4 B H N^2 bytes. Compiled, everything between two products is one kernel.
+    FlashAttention-2, section 4.1), at the card's 16-bit rate for the length. In float32 attention is assumed to be
+    slower by the same factor as products. naive: float32 products of all scores, 4 L B N^2 d and twice that, which do
+    not reach the rate of large products, and SCORES_PASSES over the scores, 4 B H N^2 bytes. Compiled, everything
+    between two products is one kernel.
 
-    Raises ValueError for flash attention in a window, whose rate is not measured.
+    Raises ValueError for flash attention in a window and for kernels whose rate is not measured.
     """
     if job.why_no_time:
         raise ValueError(f"no prediction for the time: {job.why_no_time}")
     s, n = job.shape, job.shape.context_length
     flops = attention_product_flops(s, job.batch_size, n)
     if not job.holds_scores:
-        rate = card.attention_rate(n)
+        rate = card.attention_rate(n) * (card.matmul_fp32 / card.matmul if job.number_bytes == 4 else 1)
         working = f"{3.5 * flops / 1e12:.4g} TFLOP / {rate / 1e12:.4g} TFLOP/s"
         return flops / rate, 2.5 * flops / rate, working
     scores, rate = 4 * s.num_layers * job.batch_size * s.num_heads * n * n, SCORES_RATE[job.compile] * card.matmul_fp32
@@ -377,6 +378,7 @@ def step_sections(job: Job, card: Card) -> list[Section]:
         Term("rate", f"{flops / 1e12:.4g} TFLOP / {step * 1e3:.4g} ms", flops / step, "FLOP/s"),
     ]
     if (peak := card.peak(job.computing)) is not None:
-        rates.append(Term("MFU", f"of the datasheet's {peak / 1e12:g} TFLOP/s", flops / step / peak, "share"))
+        of_peak = f"of the datasheet's {peak / 1e12:g} TFLOP/s in {job.computing}"
+        rates.append(Term("MFU", of_peak, flops / step / peak, "share"))
     time = Section(f"Time on {card.name}, {job.world_size} GPU{'s' * (job.world_size > 1)}", tuple(terms))
     return [Section("Counts of a step, a GPU", tuple(counts)), time, Section("Rates", tuple(rates))]

@@ -97,6 +97,8 @@ def test_an_incomplete_last_line_is_skipped_with_one_warning(tmp_path: Path, cap
         ("[]", "must be an object"),
         ("{}", "with exactly case, variant, "),
         (json.dumps(asdict(ROW) | {"more": 1}), "with exactly case, variant, "),
+        (json.dumps(asdict(ROW) | {"variant": None}), "variant is null: it must be text"),
+        (json.dumps(asdict(ROW) | {"config": None}), "config is null: it must be an object"),
         (json.dumps(asdict(ROW) | {"status": "fine"}), "status is 'fine': .* ok, oom, error"),
         (json.dumps(asdict(ROW) | {"metrics": {"step_ms": {"p50": float("nan")}}}), "metrics.step_ms.p50 is nan"),
     ],

@@ -113,6 +113,12 @@ def test_a_window_has_counts_and_no_time() -> None:
         assert step_seconds(job, H200) == step_seconds(without, H200)
 
 
+@pytest.mark.parametrize("kernel", ["flash_torch", "flash_triton_simple", "flash_triton_compiled"])
+def test_kernels_that_are_slower_than_the_cards_rates_have_no_time(kernel: str) -> None:
+    (counts,) = step_sections(Job(shape=QWEN, attention=kernel), H200)
+    assert counts.notes == (f"no time: attention is {kernel}: the rates of cards are those of faster kernels",)
+
+
 def test_formulas_give_the_numbers_beside_them() -> None:
     letters = dict(
         V=151_936, d=1024, L=28, D=128, H=16, H_kv=8, d_ff=3072, B=4, N_ctx=1024, L_full=14, L_windowed=14, w=256

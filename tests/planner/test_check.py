@@ -270,6 +270,12 @@ def test_an_unknown_card_has_memory_but_no_time() -> None:
     assert (found.seconds, found.note) == (None, "an unknown card")
 
 
+def test_a_slower_kernel_has_memory_but_no_time() -> None:
+    found = compare(model_row(attention="flash_torch"))
+    assert found.memory is not None
+    assert (found.seconds, found.note.partition(": the")[0]) == (None, "no time: attention is flash_torch")
+
+
 def test_every_card_is_known_by_its_name() -> None:
     for name, card in CARDS.items():
         assert card_by_name(f"NVIDIA {name}") is card

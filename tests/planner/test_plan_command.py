@@ -19,6 +19,7 @@ from tests import forked
 from tests.systems.command import Run, the_line
 
 RESULTS = Path(__file__).parents[2] / "results/h200"
+CHECKPOINTING = ("checkpointing", "--precision")
 NARROW = ("--d_model", "64", "--d_ff", "64", "--num_heads", "1")
 
 
@@ -126,6 +127,12 @@ def test_checkpointing_in_float32_is_best_near_the_square_root(sections: Section
     assert abs(found["least memory"] - found["by calculus"]) <= 1
 
 
+def test_checkpointing_says_that_it_counts_autocast_over_float32_weights(plan: Run) -> None:
+    said = {name: "weights and residual stream are float32, and autocast" in plan(*CHECKPOINTING, name)[1]
+            for name in ("fp32", "bf16", "fp16")}  # fmt: skip
+    assert said == {"fp32": False, "bf16": True, "fp16": True}
+
+
 def test_ddp_overhead_fits_rows(sections: Sections, tmp_path: Path) -> None:
     rows = tmp_path / "all-reduce.jsonl"
     lines = []
@@ -207,6 +214,7 @@ def test_check_reads_all_row_files_below_a_folder(plan: Run, tmp_path: Path) -> 
             "precision is 'fp8': it must be fp32 or bf16",
         ),
         (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
+        (("step", "--world_size", "2", "--bucket_size_mb", "0"), "bucket_size_mb is 0.0: it must be above 0"),
         (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
         (
             ("ddp-overhead", "--size", "2.7B", "--measured", str(RESULTS / "first/ddp.jsonl")),
@@ -215,6 +223,12 @@ def test_check_reads_all_row_files_below_a_folder(plan: Run, tmp_path: Path) -> 
         (("ddp-overhead", "--rows", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
         (("parallelism", "--x", "0"), "x is 0: it must be at least 1"),
         (("checkpointing", *NARROW, "--num_layers", "100000000"), "num_layers is 100000000: it must be at most"),
+        (
+            ("memory", "--size", "xl", "--activation_checkpointing", "groups_49"),
+            "activation_checkpointing is 'groups_49': it must be none, block, first_K, every_K or groups_K with K from "
+            "1 to 48, the number of blocks",
+        ),
+        (("checkpointing", "--precision", "fp8"), "precision is 'fp8': it must be fp32, bf16 or fp16"),
         (("check", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from cs336_systems.config.model import ModelConfig
 from cs336_systems.planner.accounting import (
+    attention_product_flops,
     block_matrices,
     matmul_parameters,
     num_parameters,
@@ -35,6 +36,8 @@ from cs336_systems.planner.step import (
     step_sections,
     step_terms,
 )
+
+from .helpers import rows
 
 XL = ModelConfig(size="xl", context_length=512).shape
 H200 = CARDS["H200"]
@@ -200,6 +203,20 @@ def test_the_rate_of_attention_between_measured_lengths() -> None:
     assert H200.attention_rate(1 << 20) == 434e12
 
 
+def test_attention_in_float32_is_as_slow_as_its_rows_within_a_factor_of_two() -> None:
+    shape = ModelConfig(size="xl", context_length=65536).shape
+    forward, backward, _ = attention_seconds(Job(shape=shape, precision="fp32"), H200)
+    rate = 3.5 * attention_product_flops(shape, 4, 65536) / (forward + backward)
+    measured = [
+        3.5 * 2 * row.config["length"] ** 2 * row.config["head_size"] / row.metrics["forward_backward_ms"]["p50"] * 1e3
+        for row in rows("flash")
+        if (row.variant, row.config["dtype"], row.config["length"]) == ("flash_triton", "fp32", 65536)
+        and row.config["head_size"] >= 64
+    ]
+    assert len(measured) == 2
+    assert all(found / 2 < rate < found for found in measured)
+
+
 def test_checkpointing_computes_the_forward_pass_again() -> None:
     all_of_them, half = (parts(activation_checkpointing=policy)["forward again"] for policy in ("block", "every_2"))
     assert all_of_them == pytest.approx(2 * half)
@@ -339,6 +356,7 @@ def test_mfu_is_useful_operations_by_time_by_the_datasheet() -> None:
     job = Job(shape=XL, compile=True, activation_checkpointing="block")
     rates = step_sections(job, H200)[-1]
     assert rates.value("MFU") == pytest.approx(training_flops(XL, 4, 512) / step_seconds(job, H200) / 989e12)
+    assert working(2, "MFU", precision="fp8", compile=True) == "of the datasheet's 989 TFLOP/s in bf16"
 
 
 def working(section: int, name: str, card: Card = H200, **given: Any) -> str:
