@@ -3,10 +3,10 @@
 All programs run at once, as on a GPU with as many multiprocessors.
 
 It checks the results, and whether the barriers prevent reads of data that has not arrived and writes over data still in
-use: shared memory is NaN until it is filled, and again from the start of a copy into it; copies take a random time; a
-product reads its operands when a warp waits for it, not when it starts; TMA reads what it stores or adds when a warp
-waits for that, and writes it when a warp waits for that too, or at the end. None of them may read what a warp has
-written before a fence. It ignores layouts.
+use: shared memory is NaN until it is filled, and again from the start of a copy into it; copies take a random time and
+overtake each other; a product reads its operands when a warp waits for it, not when it starts; TMA reads what it stores
+or adds when a warp waits for that, and writes it when a warp waits for that too, or at the end. None of them may read
+what a warp has written before a fence. It ignores layouts.
 """
 
 import functools
@@ -31,6 +31,8 @@ PATIENCE = 20.0
 """Seconds that a warp waits for a barrier."""
 LAG = 0.0
 """Seconds by which one of two groups, in turn, is late at each wait for a product."""
+LATENCY = 0.001
+"""Seconds that one of four copies takes, at random."""
 DELAY = 0.0
 """Seconds within which the programs start, at random."""
 _changed = threading.Condition()
@@ -183,7 +185,8 @@ def _wait(outstanding: int, values: list[Any]) -> Any:
 class _CopyEngine:
     def __init__(self) -> None:
         self.copies: queue.Queue[Any] = queue.Queue()
-        threading.Thread(target=self.run, daemon=True).start()
+        for _ in range(2):  # so that copies overtake each other
+            threading.Thread(target=self.run, daemon=True).start()
 
     def load(self, descriptor: Descriptor, start: Sequence[Any], barrier: _Barrier, buffer: _Shared) -> None:
         assert buffer.shape == tuple(descriptor.block_type.shape)
@@ -193,7 +196,7 @@ class _CopyEngine:
     def run(self) -> None:
         while True:
             descriptor, start, barrier, buffer = self.copies.get()
-            time.sleep(random.choice([0, 0, 0, 0.001]))
+            time.sleep(random.choice([0, 0, 0, LATENCY]))
             there, here = descriptor.inside(start)
             buffer.x.zero_()
             buffer.x[here] = descriptor.x[there]

@@ -1,4 +1,4 @@
-"""Shared by all attention kernels: the checks of arguments, grouped heads, the (B, H, N, D) view, the operations.
+"""Shared by all attention kernels: checks of arguments, grouped heads, the (B, H, N, D) view, the count of operations.
 
 Shapes: B batch, H heads, N_q queries, N_k keys, D head size. See `docs/design.md`, Contracts, Attention.
 """

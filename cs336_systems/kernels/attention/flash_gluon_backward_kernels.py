@@ -31,6 +31,8 @@ Legend, in addition to the legend of `flash_gluon_common.py`
     INITIAL        (2 * B * H, N_PAD): -L / scale for all heads, then -delta = -rowsum(do * o) for all heads. Beyond
                    N_q L is infinite, so the probability is 0
     ADDED          for each block of DQ the number of programs that added to it. It follows COUNTER in memory
+    start, first   the step of the first tile of a loop over the queries, and its number among the tiles of queries
+    passes         how many such loops came before. Each has one dS more than tiles: zeros, before its first tile
     DQ             (B * H * N_PAD * D_PAD / 32, 32): dq / scale in float32, in blocks of 64 queries and 64 columns, each
                    in the order of `_fragments`. Where D_PAD is 128 a block of columns 64 to 127 follows each block of
                    columns 0 to 63
@@ -95,18 +97,18 @@ def _place(
     tile, H, N_q, N_k, band, TILES, HEADS,
     QUERIES: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """b, h, bh and the first key of a tile of keys, and the tiles of queries that see it, from `first` to `count`."""
+    """b, h, bh and the first key of a tile of keys, and the tiles of queries that see it, from `first` to `end`."""
     block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H // G, HEADS)
     if ORDERED:  # a program waits for those of later keys, so these begin first
         block = gl.cdiv(N_k, BLOCK) - 1 - block
     n0 = block * BLOCK
-    count = gl.cdiv(N_q, QUERIES)
+    end = gl.cdiv(N_q, QUERIES)
     first = 0
     if CAUSAL:
-        first = gl.minimum(n0 // QUERIES, count)
+        first = gl.minimum(n0 // QUERIES, end)
     if BAND != "none":
-        count = gl.minimum(gl.cdiv(after_query(n0 + BLOCK - 1, b, band, N_q, BAND), QUERIES), count)
-    return b, h, bh, n0, first, count
+        end = gl.minimum(gl.cdiv(after_query(n0 + BLOCK - 1, b, band, N_q, BAND), QUERIES), end)
+    return b, h, bh, n0, first, end
 
 
 @gluon.jit
@@ -123,14 +125,14 @@ def _producer(
     num_heads = TILES // gl.cdiv(N_k, BLOCK) * G
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
-        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
+        b, h, bh, n0, first, end = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
         mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)
         mbarrier.expect(kv_ready.index(0), 2 * k_.block_type.nbytes)
         load_tile(k_, b, h, n0, k.index(0), kv_ready.index(0))
         load_tile(v_, b, h, n0, v.index(0), kv_ready.index(0))
         for g in range(G):
             q_h, q_bh = query_head(h, g, G), query_head(bh, g, G)
-            for t in range(first, count):
+            for t in range(first, end):
                 step = start + t - first
                 stage, row = stage_of(step), t * QUERIES
                 wait_empty(empty, step)
@@ -140,7 +142,7 @@ def _producer(
                 copy_in(INITIAL, [q_bh * N_PAD + row], bar, s_initial.index(stage))
                 load_tile(do_, b, q_h, row, do_buffers.index(stage), bar)
                 copy_in(INITIAL, [(num_heads + q_bh) * N_PAD + row], bar, dp_initial.index(stage))
-            start += count - first
+            start += end - first
         tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
 
@@ -354,7 +356,7 @@ def _consumer(
     QUERIES: gl.constexpr = q_buffers.shape[1]
     buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
     tile, i, start = gl.program_id(0), 0, 0
-    b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
+    b, h, bh, n0, first, end = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
     while tile < TILES:
         first_key = n0 + group * _ROWS
         limit = first_key
@@ -378,39 +380,39 @@ def _consumer(
             k = all_k
             if D_PAD == 64 and not COPIES_OPERANDS:
                 k = _own(all_k, group).load(LEFT)
-            masked = first  # the first tile of queries that needs no mask
+            full = first  # the first tile of queries that needs no mask
             if CAUSAL:
-                masked = gl.minimum(first + BLOCK // QUERIES, count)
+                full = gl.minimum(first + BLOCK // QUERIES, end)
             if n0 + BLOCK > N_k:
-                masked = count
-            inner = count  # the first tile of queries after those that need no mask
+                full = end
+            inner = end  # the first tile of queries after those that need no mask
             if BAND != "none":
-                inner = gl.minimum(gl.maximum(after_query(n0, b, band, N_q, BAND) // QUERIES, masked), count)
+                inner = gl.minimum(gl.maximum(after_query(n0, b, band, N_q, BAND) // QUERIES, full), end)
             dk, dv = LOOP(
-                k, dk, dv, work, group, passes, start, first, first, masked, first_key, limit, dq_block,
+                k, dk, dv, work, group, passes, start, first, first, full, first_key, limit, dq_block,
                 LEFT, CAUSAL, BAND, True, ORDERED,
             )  # fmt: skip
             dk, dv = LOOP(
-                k, dk, dv, work, group, passes, start, first, masked, inner, first_key, limit, dq_block,
+                k, dk, dv, work, group, passes, start, first, full, inner, first_key, limit, dq_block,
                 LEFT, CAUSAL, BAND, False, ORDERED,
             )  # fmt: skip
             if BAND != "none":
                 dk, dv = LOOP(
-                    k, dk, dv, work, group, passes, start, first, inner, count, first_key, limit, dq_block,
+                    k, dk, dv, work, group, passes, start, first, inner, end, first_key, limit, dq_block,
                     LEFT, CAUSAL, BAND, True, ORDERED,
                 )  # fmt: skip
-            start += count - first
-            if count > first:
-                last = dq_block + (count - 1) * _GROUPS
+            start += end - first
+            if end > first:
+                last = dq_block + (end - 1) * _GROUPS
                 before = last - _GROUPS
-                if D_PAD == 64 and count > first + 1:
-                    turn = _turn(count - 2, first_key, N_k, QUERIES, CAUSAL)
+                if D_PAD == 64 and end > first + 1:
+                    turn = _turn(end - 2, first_key, N_k, QUERIES, CAUSAL)
                     seen = _added(ADDED, before, ORDERED)
                     _add_to_dq(DQ, ADDED, before, dq_buffers.index(group), seen, turn, ORDERED)
                 dq = _start_dq(all_k, ds_buffers, ds_ready, start + passes, group)
                 dq = warpgroup_mma_wait(0, [dq])
-                _store_dq(dq, dq_buffers.index(group), ADDED + before, count > first + 1, ORDERED)
-                turn = _turn(count - 1, first_key, N_k, QUERIES, CAUSAL)
+                _store_dq(dq, dq_buffers.index(group), ADDED + before, end > first + 1, ORDERED)
+                turn = _turn(end - 1, first_key, N_k, QUERIES, CAUSAL)
                 seen = _added(ADDED, last, ORDERED)
                 _add_to_dq(DQ, ADDED, last, dq_buffers.index(group), seen, turn, ORDERED)
                 if ORDERED:
@@ -420,7 +422,7 @@ def _consumer(
         mbarrier.arrive(kv_empty.index(0))
         # The next place is found while TMA adds to DQ.
         tile = next_tile(tiles, tile_ready, i)
-        next_b, next_h, bh, n0, first, count = _place(
+        next_b, next_h, bh, n0, first, end = _place(
             gl.minimum(tile, TILES - 1), H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED
         )
         tma.store_wait(0)

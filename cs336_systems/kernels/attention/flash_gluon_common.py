@@ -14,7 +14,8 @@ Legend, in addition to the legend of `flash_triton_kernels.py`
     COUNTER        how many of them have been taken, not counting each program's first
     i              the number of this program's tiles so far
     STAGES         how many tiles of each tensor of the inner loop are in shared memory at a time
-    step           the number of such tiles so far, over all tiles of the program. It is in stage step % STAGES
+    step           the number of a tile of the inner loop, counted over all tiles of the program. It is in stage
+                   step % STAGES
     round          step // STAGES: how often the stage was used before. A wait with phase n & 1 waits for the n-th
                    completion of a barrier, from 0 on. Before completion 0, a wait with phase 1 returns at once
     ready          barriers that complete when TMA has filled a stage
@@ -33,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 COPIES_OPERANDS = gl.constexpr(hasattr(tma, "async_load"))
-"""Whether Triton copies an operand in registers for each product. 3.9 does, so it has registers for fewer numbers."""
+"""Whether Triton copies an operand in registers for each product. 3.9 does, which leaves fewer for other numbers."""
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
@@ -70,7 +71,7 @@ NUM_WARPS = 4
 MAX_REGISTERS = {2: 168, 3: 128}
 """Per thread, by GROUPS: 65,536 over 12 or 16 warps (the loading one counts as four). The kernels redistribute them."""
 REGISTERS, REGISTERS_OF_THREE = gl.constexpr([240, 24]), gl.constexpr([160, 160, 32])
-"""Per thread, of the warpgroups after the first and of the warp that loads; the first gets the rest, as many."""
+"""Per thread, of the warpgroups after the first and of the warp that loads. The first gets as many, the rest."""
 LENGTHS = ["H", "N_q", "N_k", "WINDOW", "TILES", "HEADS"]
 """No kernel is recompiled for a length of 1 or a multiple of 16."""
 _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))

@@ -62,7 +62,8 @@ _LN_2 = gl.constexpr(math.log(2))
 def groups(d_pad: int, has_band: bool) -> int:
     """GROUPS: as many as there are registers for, since all warpgroups share each load of keys and values.
 
-    A band needs more registers. Besides, fewer queries together see fewer keys that some of them do not see.
+    With a band's mask there are too few for three. A tile of fewer queries also loads fewer keys that only some of them
+    see.
     """
     return 3 if d_pad == 64 and not has_band else 2
 
@@ -114,7 +115,7 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
         begin, _inner, end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
         kv_head = key_head(h, G)
         _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, k_empty, start)
-        for group in gl.static_range(GROUPS - 1, -1, -1):  # the last queries see the last keys: their group is ahead
+        for group in gl.static_range(GROUPS - 1, -1, -1):  # causal: the last one sees the keys that come first
             mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
             bar = q_ready.index(group)
             mbarrier.expect(bar, q_.block_type.nbytes)
@@ -162,8 +163,8 @@ def _softmax(
 ):
     """One step of the online softmax: the probabilities, the factor of the output so far, total and m.
 
-    IS_LAST: the tile has the last key, and its scores are masked. The band's mask is apart, since one condition of both
-    needs more registers.
+    IS_LAST: the tile is the last that the warpgroup sees, so its mask has the causal limit and the end of the keys. The
+    band's mask is apart, since one condition of both needs more registers.
     """
     column, offset = apart(gl.arange(0, _BN, _COLUMN)[None, :])
     if IS_LAST:
@@ -188,7 +189,8 @@ def _loop(
 ):  # fmt: skip
     """The tiles of keys from lo to hi, the last one first. Tile j has step base - 1 - j, and needs no causal mask.
 
-    p has the probabilities of tile j + 1, not yet multiplied with v.
+    BAND is "none" if each query sees all keys of these tiles. p has the probabilities of tile j + 1, not yet multiplied
+    with v.
     """
     _, k_buffers, v_buffers, _, _ = buffers
     _, q_ready, _, k_ready, k_empty, v_ready, v_empty = bars

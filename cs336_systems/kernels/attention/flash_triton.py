@@ -75,8 +75,8 @@ def flash_triton(
     bfloat16 and float16; D from 1 to 256; fewer heads in k and v; any lengths, strides and leading dimensions (more
     than two are flattened, which copies where strides do not allow a view). float32 products follow
     `torch.get_float32_matmul_precision()`: at "highest" each product has 24 bits of precision, as a sum of bfloat16
-    products. Beyond its outputs it needs two float32 numbers per query and head in the backward pass. A dO that is
-    expanded or whose columns are not adjacent is copied.
+    products. Beyond its outputs, the backward pass needs two float32 numbers per query and head. For long sequences on
+    Hopper it also needs dQ in float32. A dO that is expanded or whose columns are not adjacent is copied.
 
     deterministic: the same inputs give the same bits of dQ every time; so does PyTorch's
     `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where programs otherwise add to
