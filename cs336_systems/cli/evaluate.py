@@ -1,7 +1,7 @@
 """`cs336 evaluate`: how well a trained model predicts a text, or does the tasks of EleutherAI's harness."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = make_parser("evaluate", "Measure a trained model on a text or on standard tasks.")
     parser.add_argument("run", type=str, help="Run folder, checkpoint or Hugging Face folder.")
     parser.add_argument("--text", type=str, default=None,
-                        help="UTF-8 file to predict. <|endoftext|> separates its documents. Other special tokens are "
-                        "text, unless they were tokens in the run's training text.")  # fmt: skip
+                        help="What to predict: a text file, whose documents <|endoftext|> separates, records, a "
+                        "folder or a pattern, as for training. Other special tokens are text, unless they were tokens "
+                        "in the run's training text.")  # fmt: skip
     parser.add_argument("--tasks", type=str, default=None,
                         help="Tasks of lm_eval to do, such as hellaswag,arc_easy, or their YAML files.")  # fmt: skip
     parser.add_argument("--context_length", type=int, default=None,
@@ -60,18 +61,13 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def _on_text(options: Any, loaded: "LoadedModel", device: "torch.device", length: int) -> dict[str, Any]:
-    from cs336_basics.tokenizer import documents_of, read_utf8
-
-    from ..training.documents import is_plain
     from ..training.evaluate import Score, score_documents
 
-    if not is_plain(options.text):
-        raise ValueError(f"text is {options.text}: it must be a text file, not records, compressed or a folder")
+    settings = loaded.manifest.config.get("data", {})  # of the run; a Hugging Face folder has none
+    documents = _documents(options.text, settings.get("text_field", "text"))
     stride = max(1, length // 2) if options.stride is None else options.stride
     model, tokenizer = loaded.build(device), tokenizer_of(loaded)
-    documents = documents_of(read_utf8(options.text))
-    # As in the run's training text; a Hugging Face folder has no such setting.
-    special = loaded.manifest.config.get("data", {}).get("special_tokens_in_text", False)
+    special = settings.get("special_tokens_in_text", False)
     scores = score_documents(model, tokenizer, documents, length, stride, options.batch_size, special)
     total = sum(scores, Score())
     if not total.tokens:
@@ -82,6 +78,15 @@ def _on_text(options: Any, loaded: "LoadedModel", device: "torch.device", length
             print(f"{name.replace('_per_', ' a '):<15}{value:>16{',.4f' if isinstance(value, float) else ','}}")
     each = [{**dataclasses.asdict(score), **score.rates()} for score in scores]
     return {"text": options.text, "stride": stride, **result, "by_document": each}
+
+
+def _documents(text: str, text_field: str) -> Iterator[str]:
+    from ..training.documents import find_files, read_files
+
+    for where, document, _ in read_files(find_files(text, "text"), text_field):
+        if document is None:
+            raise ValueError(f"text is {text}: {where} has no text in {text_field!r}")
+        yield document
 
 
 def _on_tasks(options: Any, loaded: "LoadedModel", device: "torch.device", length: int) -> dict[str, Any]:

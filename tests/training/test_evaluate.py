@@ -113,10 +113,16 @@ def test_the_command_prints_the_rates_and_writes_every_document_also_on_two_rank
         assert score == pytest.approx(one_score, rel=1e-5)
     assert [two.pop(name) for name in ("model", "text")] == [written.pop(name) for name in ("model", "text")]
     assert two == pytest.approx(written, rel=1e-5)
-    (tmp_path / "text.jsonl").write_text('{"text": "the cat"}')  # no model should predict its braces
+    records = tmp_path / "text.jsonl"
+    records.write_text("".join(json.dumps({"text": each}) + "\n" for each in text.read_text().split("<|endoftext|>")))
+    assert run_command("evaluate", [run, "--text", str(records), "--device", "cpu", "--stride", "4"]) == 0
+    assert capfd.readouterr().out == printed
+    records.write_text('{"text": "the cat"}\n{"story": "the cat"}')
     (tmp_path / "empty.txt").write_text("<|endoftext|>")
-    for wrong in ([run, "--text", tmp_path / "text.jsonl"], [run, "--text", text, "--out", tmp_path]):
-        with pytest.raises(ValueError, match=rf"(text|out) is {wrong[-1]}.* it must be a (text|JSON) file"):
-            run_command("evaluate", [*map(str, wrong), "--device", "cpu"])
-    with pytest.raises(ValueError, match=r"text is .*empty.txt: it must have text besides"):
-        run_command("evaluate", [run, "--text", str(tmp_path / "empty.txt"), "--device", "cpu"])
+    for wrong, message in (
+        (["--text", records], "text is .*text.jsonl: .*text.jsonl, record 2 has no text in 'text'"),
+        (["--text", tmp_path / "empty.txt"], r"text is .*empty.txt: it must have text besides"),
+        (["--text", text, "--out", tmp_path], f"out is {tmp_path}, a folder: it must be a JSON file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_command("evaluate", [run, *map(str, wrong), "--device", "cpu"])
