@@ -95,7 +95,11 @@ class Plan:
         comm.check_same(identity, "data")
         if self.resumed is not None:
             checkpoint, manifest = self.resumed
-            check_identity(checkpoint, manifest, identity, _changed_data(self.config, manifest))
+            changed = _changed_data(self.config, manifest)
+            check_identity(checkpoint, manifest, identity, changed)
+            for field in changed:
+                if field.startswith("data.valid"):
+                    logger.warning("resume: %s: validation losses before and after are of different texts", field)
 
     def finished_result(self) -> RunResult | None:
         """The result of a run that is resumed after its last step; None if there are steps left.

@@ -255,10 +255,14 @@ def test_a_refused_resume_leaves_the_runs_data_as_it_was(tmp_path: Path, changed
         train(on_text(tmp_path, "auto", data_dir=str(tmp_path / "e"), **{changed: value}))
 
 
-def test_the_validation_text_may_change_on_a_resume(tmp_path: Path) -> None:
+def test_the_validation_text_may_change_on_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(on_text(tmp_path, valid_text=str(tmp_path / "b.txt")))
+    train(on_text(tmp_path, "auto", valid_text=str(tmp_path / "b.txt")))
+    assert not any(warning.startswith("resume") for warning in warnings_of(caplog))
     (tmp_path / "c.txt").write_text("and they lived happily ever after. " * 500)
     train(on_text(tmp_path, "auto", valid_text=str(tmp_path / "c.txt")))
+    (warning,) = (warning for warning in warnings_of(caplog) if warning.startswith("resume"))
+    assert re.fullmatch("resume: data.valid_text is .*c.txt' here and .*b.txt' there: .* of different texts", warning)
 
 
 def test_a_run_of_another_seed_is_refused_before_its_data_is_made(tmp_path: Path) -> None:
