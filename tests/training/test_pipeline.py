@@ -115,6 +115,16 @@ def test_five_and_five_resumed_steps_are_ten_bit_for_bit_on_a_gpu(
     check_that_five_and_five_are_ten(config, run_in_a_new_process)
 
 
+def test_the_settings_of_a_deterministic_run_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def settings() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch._inductor.config.deterministic
+
+    found, start_step = list[tuple[bool, bool]](), Trainer.start_step
+    monkeypatch.setattr(Trainer, "start_step", lambda *given: (found.append(settings()), start_step(*given))[1])
+    train(make_config(tmp_path, train=dict(deterministic=True, max_steps=1)))
+    assert (found, settings()) == ([(True, True)], (False, False))
+
+
 @pytest.mark.parametrize(
     "train",
     [
