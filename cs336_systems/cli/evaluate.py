@@ -38,7 +38,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=str, default=None, help="JSON file to write, with every document or task.")
     options = parse(parser, arguments)
     require_at_least(options, "", 1, "batch_size", "devices")
-    if (options.text is None) == (options.tasks is None):
+    if bool(options.text) == bool(options.tasks):
         raise ValueError("text and tasks: one of them must be given")
     if options.out is not None and not Path(options.out).resolve().parent.is_dir():
         raise ValueError(f"out is {options.out}: its folder does not exist")
@@ -54,7 +54,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     with device_of_rank(options.device) as device:
         loaded = load_model(options.run)
         length = min(loaded.shape.context_length, 2048) if options.context_length is None else options.context_length
-        result = (_on_text if options.tasks is None else _on_tasks)(options, loaded, device, length)
+        result = (_on_text if options.text else _on_tasks)(options, loaded, device, length)
         if options.out is not None and not launched_rank():
             write_json(options.out, {"model": str(loaded.checkpoint), "context_length": length, **result})
     return 0
@@ -81,12 +81,18 @@ def _on_text(options: Any, loaded: "LoadedModel", device: "torch.device", length
 
 
 def _documents(text: str, text_field: str) -> Iterator[str]:
-    from ..training.documents import find_files, read_files
+    from cs336_basics.tokenizer import documents_of, read_utf8
 
+    from ..training.documents import as_unicode, find_files, is_plain, read_files
+
+    if is_plain(text):  # whose bytes training takes as they are: others lose carriage returns and a byte-order mark
+        yield from documents_of(read_utf8(text, name="text"))
+        return
     for where, document, _ in read_files(find_files(text, "text"), text_field):
         if document is None:
             raise ValueError(f"text is {text}: {where} has no text in {text_field!r}")
-        yield document
+        if document.strip():
+            yield as_unicode(document)
 
 
 def _on_tasks(options: Any, loaded: "LoadedModel", device: "torch.device", length: int) -> dict[str, Any]:

@@ -76,8 +76,7 @@ def write_documents(read: Callable[[Any], Records], name: str, output: Path, inp
             if document is None:
                 bad, named = bad + 1, [*named, where][:_SHOWN]
             elif document.strip():
-                # What is no Unicode, half of a surrogate pair, becomes a question mark.
-                text.file.write((document.replace("\uffff", "\ufffd") + inputs["separator"]).encode(errors="replace"))
+                text.file.write((as_unicode(document) + inputs["separator"]).encode())
                 count += 1
             if text.mark((count, bad, named, position)):
                 logger.info("text: %s documents so far, %.2f GB", f"{count:,}", text.file.tell() / 1e9)
@@ -92,6 +91,11 @@ def write_documents(read: Callable[[Any], Records], name: str, output: Path, inp
         if not count:
             raise ValueError(f"{name} has no text: it must have a document of more than white space")
     logger.info("text: %s documents in %s", f"{count:,}", output)
+
+
+def as_unicode(document: str) -> str:
+    """A document without U+FFFF, which separates documents. Half of a surrogate pair becomes a question mark."""
+    return document.replace("\uffff", "\ufffd").encode(errors="replace").decode()
 
 
 def read_files(files: list[Path], text_field: str, after: Any = None) -> Records:

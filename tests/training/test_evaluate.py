@@ -117,10 +117,18 @@ def test_the_command_prints_the_rates_and_writes_every_document_also_on_two_rank
     records.write_text("".join(json.dumps({"text": each}) + "\n" for each in text.read_text().split("<|endoftext|>")))
     assert run_command("evaluate", [run, "--text", str(records), "--device", "cpu", "--stride", "4"]) == 0
     assert capfd.readouterr().out == printed
+    plain, gathered = "the cat\r\n", '"the \\ud83d cat"'  # 9 bytes each, as in training
+    text.write_bytes(plain.encode())
+    records.write_text(f'{{"text": " "}}\n{{"text": {gathered}}}')
+    for path in (text, records):
+        assert run_command("evaluate", [run, "--text", str(path), "--device", "cpu", "--stride", "4"]) == 0
+        documents, _, bytes_ = (line.split()[-1] for line in capfd.readouterr().out.splitlines()[:3])
+        assert (documents, bytes_) == ("1", "9")
     records.write_text('{"text": "the cat"}\n{"story": "the cat"}')
     (tmp_path / "empty.txt").write_text("<|endoftext|>")
     for wrong, message in (
         (["--text", records], "text is .*text.jsonl: .*text.jsonl, record 2 has no text in 'text'"),
+        (["--text", ""], "text and tasks: one of them must be given"),
         (["--text", tmp_path / "empty.txt"], r"text is .*empty.txt: it must have text besides"),
         (["--text", text, "--out", tmp_path], f"out is {tmp_path}, a folder: it must be a JSON file"),
     ):
