@@ -99,7 +99,7 @@ class Plan:
             check_identity(checkpoint, manifest, identity, changed)
             for field in changed:
                 if field.startswith("data.valid"):
-                    logger.warning("resume: %s: validation losses before and after are of different texts", field)
+                    logger.warning("resume: %s: validation losses before and after may be of different texts", field)
 
     def finished_result(self) -> RunResult | None:
         """The result of a run that is resumed after its last step; None if there are steps left.
