@@ -236,7 +236,7 @@ def _cached_block_mask(
 def _new_block_mask(n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    farthest = n_k if window is None else window
+    farthest = n_q if window is None else window
     starts = None if documents is None else documents.starts.reshape(-1, n_q)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
