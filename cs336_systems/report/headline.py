@@ -122,15 +122,10 @@ def headline(files: Sequence[Path]) -> str:
             f"paths is {[str(path) for path in files]}: there must be rows of one run and of {_PRECISION} with a peer "
             f"beside ours, of the cases {', '.join(_CASES)}"
         )
-    machines = dict.fromkeys(on for on, _ in found)
-    lines = [
-        [work if len(machines) == 1 else f"{work}, {on}", *line]
-        for (on, work), by_name in found.items()
-        for line in by_name.values()
-    ]
-    table = markdown_table(("work", "ours", "peer", "ours is"), lines, left=3)
+    lines = [[work, on, *line] for (on, work), by_name in found.items() for line in by_name.values()]
+    table = markdown_table(("work", "on", "ours", "peer", "ours is"), lines, left=4)
     about = "attention: forward and backward; both times of a line are from one run"
-    return f"{', '.join(machines)}; {_PRECISION}; {about}:\n\n{table}"
+    return f"{_PRECISION}; {about}:\n\n{table}"
 
 
 def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
@@ -224,8 +219,7 @@ def _training_figure(read: Sequence[Sequence[Row]]) -> Any:
         axes.set_xlabel("step (ms); line: 20th to 80th percentile")
     patches = [Patch(color=color) for color in _COLORS.values()]
     figure.legend(patches, [*_COLORS], frameon=False, fontsize=8, loc="outside lower center", ncols=len(_COLORS))
-    machines = ", ".join(dict.fromkeys(machine(row) for group in (*sizes, *steps) for row in group.values()))
-    put_title(figure, f"{machines}; {_PRECISION}. Bars of one size, or on the right of one panel, are of one run")
+    put_title(figure, f"Training steps in {_PRECISION}. Bars of one size, or on the right of one panel, are of one run")
     return figure
 
 
@@ -240,7 +234,8 @@ def _draw_sizes(axes: Any, sizes: Sequence[dict[str, Row]]) -> None:
         c = group[names[0]].config
         labels.append(f"{_batch(c)}{_compiled(c)}".replace(", ", "\n"))
     axes.set_xticks(range(len(sizes)), labels)
-    axes.set_title("training step, one GPU", fontsize=9)
+    machines = dict.fromkeys(machine(row) for group in sizes for row in group.values())
+    axes.set_title(f"one {' or '.join(machines)}", fontsize=9)
     axes.set_ylabel("MFU (%)")
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -254,6 +249,6 @@ def _draw_steps(axes: Any, group: dict[str, Row]) -> None:
         axes.plot([low, high], [i, i], color="black", lw=1)
         axes.annotate(f"{middle:.0f}", (high, i), (3, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-    c = rows[0][1].config
-    axes.set_title(f"training step, {_batch(c)} on each of {c['devices']} GPUs{_compiled(c)}", fontsize=9)
+    c, on = rows[0][1].config, machine(rows[0][1])
+    axes.set_title(f"{_batch(c)} on each of {c['devices']} {on}{_compiled(c)}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

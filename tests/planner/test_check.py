@@ -107,11 +107,15 @@ def test_the_documents_say_how_far_off_the_rows_are() -> None:
     assert len(elsewhere) == 32
     compiled, eager = ([each for how, each in elsewhere if each.recorded and how is kind] for kind in (True, False))
 
-    with_masters = [
-        compare(row) for row in rows(*WITH_MASTERS) if "+graph" in row.variant or row.variant == "cs336_graph"
-    ]
-    large = [each for each in with_masters if " small " not in each.name]
-    (small,) = [100 * (error(each.seconds) or 0) for each in with_masters if each not in large]
+    def recorded_of(*names: str) -> tuple[list[Any], list[Any], float]:
+        """The recorded steps, those of larger sizes than small, and the error of the one of small."""
+        found = [compare(row) for row in rows(*names) if "+graph" in row.variant or row.variant == "cs336_graph"]
+        large = [each for each in found if " small " not in each.name]
+        (small,) = [100 * (error(each.seconds) or 0) for each in found if each not in large]
+        return found, large, small
+
+    with_masters, large, small = recorded_of(*WITH_MASTERS)
+    on_h200, large_on_h200, small_on_h200 = recorded_of("train-step/train-step")
 
     def within(found: Any, kind: str = "seconds") -> str:
         return f"within {math.ceil(largest(getattr(each, kind) for each in found))} %"
@@ -132,6 +136,8 @@ def test_the_documents_say_how_far_off_the_rows_are() -> None:
         f"recorded steps {within(compiled)} if they are compiled and {within(eager)} if not.",
         f"16-bit matrices, some with FP8: peaks are predicted {within(with_masters, 'memory')}, times {within(large)}, "
         f"but for `small`, which is predicted {small:.0f} % too long.",
+        f"The same on an H200 (`results/h200/train-step`): peaks {within(on_h200, 'memory')}, times "
+        f"{within(large_on_h200)}, `small` {small_on_h200:.0f} % too long.",
     ):
         assert claim in design
 
