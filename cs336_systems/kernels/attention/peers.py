@@ -236,12 +236,15 @@ def _cached_block_mask(
 def _new_block_mask(n_q: int, n_k: int, device: torch.device, window: int | None, documents: Documents | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    farthest = n_q if window is None else window
     starts = None if documents is None else documents.starts.reshape(-1, n_q)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        is_near = (query >= key) & (query - key < farthest)
-        return is_near if starts is None else is_near & (key >= starts[batch, query])
+        visible = query >= key
+        if window is not None:
+            visible = visible & (query - key < window)
+        if starts is not None:
+            visible = visible & (key >= starts[batch, query])
+        return visible
 
     return create_block_mask(sees, None if starts is None else len(starts), None, n_q, n_k, device=str(device))
 
