@@ -15,6 +15,7 @@ import inspect
 import math
 import queue
 import random
+import re
 import sys
 import threading
 import time
@@ -52,6 +53,7 @@ class _Warps(threading.local):
         self.writes: list[Callable[[], None]] = []  # of stores whose sources have been read
         self.unfenced: list[Tensor] = []
         self.lag = 0.0
+        self.named: dict[int, _Barrier] = {}  # of this program
 
 
 _warps = _Warps()
@@ -131,6 +133,9 @@ def _fence() -> None:
 
 class _Barrier:
     phase, arrivals, left, bytes = 0, 0, 0, 0
+
+    def __init__(self, arrivals: int = 0) -> None:
+        self.set(arrivals)
 
     def change(self, arrived: int, size: int) -> None:
         with _changed:
@@ -222,8 +227,17 @@ def _wait_until_read(left: int) -> None:
         _warps.writes.append(_warps.stores.pop(0)())
 
 
-def _assembly(source: str, *_: Any) -> Tensor:
-    if source.startswith("cp.async.bulk.wait_group 0;"):
+def _assembly(source: str, constraints: str, arguments: Sequence[Tensor], *_: Any) -> Tensor:
+    named = re.match(r"bar\.(sync|arrive) \$1, (\d+);", source)
+    if named:
+        name, threads = arguments[0].unique().item(), arguments[0].numel()
+        with _changed:
+            barrier = _warps.named.setdefault(name, _Barrier(int(named[2])))
+        phase = barrier.phase
+        barrier.change(threads, 0)
+        if named[1] == "sync":
+            barrier.wait(phase)
+    elif source.startswith("cp.async.bulk.wait_group 0;"):
         _wait_until_written()
     else:
         assert source == "mov.b32 $0, 0;"
@@ -256,10 +270,10 @@ def _at_once(functions: Sequence[Callable[[], None]]) -> None:
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> None:
-    program = _warps.program
+    program, named = _warps.program, dict[int, _Barrier]()
 
     def run(i: int) -> None:
-        _warps.program, _warps.lag = program, LAG if i == program % 2 else 0
+        _warps.program, _warps.named, _warps.lag = program, named, LAG if i == program % 2 else 0
         function, arguments = partitions[i]
         function(*arguments)
         assert not _warps.products, "products were not waited for"

@@ -279,7 +279,12 @@ FORWARD = {
         "        mbarrier.arrive(k_empty.index(stage_of(step)))\n        wait",
         "        wait",
     ),
-    "values of other warpgroups never released": ("        mbarrier.arrive(v_empty.index(stage_of(step)))\n\n", "\n"),
+    "values of other warpgroups never released": (
+        "        mbarrier.arrive(v_empty.index(stage_of(step)))\n        wait",
+        "        wait",
+    ),
+    "the turn never passed on": ("        pass_turn((group + 1) % GROUPS)\n        s =", "        s ="),
+    "the turn kept where other warpgroups' keys are": ("        pass_turn((group + 1) % GROUPS)\n\n", "\n"),
 }
 
 

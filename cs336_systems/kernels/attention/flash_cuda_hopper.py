@@ -84,7 +84,7 @@ def _problem(q: Tensor, k: Tensor, looped_over: Tensor, is_causal: bool, band: B
     multiprocessors, cache = _card(q.device)
     head_bytes = 2 * looped_over.shape[-2] * head_size * q.element_size()
     tiled_heads, looped_heads = (heads, key_heads) if looped_over is k else (key_heads, heads)
-    together = max(4, cache // 8 // head_bytes * tiled_heads // looped_heads)
+    together = max(4, cache // 8 // head_bytes * tiled_heads // looped_heads) if is_causal else 1
     window = 2**31 - 1 if band is None or band.window is None else min(band.window, n_k)
     return _Problem(batch, heads, key_heads, n_q, n_k, head_size, is_causal, window, together, multiprocessors)
 

@@ -189,6 +189,25 @@ def next_tile(tiles, tile_ready, i):
 
 
 @gluon.jit
+def _named_barrier(instruction: gl.constexpr, group: gl.constexpr):
+    """The threads of a warpgroup at a named barrier, which needs no memory. Triton uses those with low numbers."""
+    name = gl.full([128], 12 + group, gl.int32, _FOUR_WARPS)
+    gl.inline_asm_elementwise(instruction, "=r,r", [name], gl.int32, False, 1)
+
+
+@gluon.jit
+def wait_for_turn(group: gl.constexpr):
+    """Wait until another warpgroup has passed the turn to this one."""
+    _named_barrier("bar.sync $1, 256; mov.b32 $0, 0;", group)
+
+
+@gluon.jit
+def pass_turn(group: gl.constexpr):
+    """Give the turn to a warpgroup, without waiting for it."""
+    _named_barrier("bar.arrive $1, 256; mov.b32 $0, 0;", group)
+
+
+@gluon.jit
 def load_tile(desc, b, h, row, buffer, bar):
     """Have TMA fill a buffer with the rows from `row`, zeros beyond the tensor. The barrier expects them."""
     copy_in(desc, [b, h, row, 0], bar, buffer.reshape(desc.block_type.shape))

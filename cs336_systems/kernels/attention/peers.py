@@ -113,16 +113,17 @@ def fa4(
     The host must know the number of documents, so the first call with new documents waits for the GPU.
 
     Raises ImportError if the package is not installed, and ValueError for inputs that it does not serve: devices other
-    than CUDA, dtypes other than float16 and bfloat16, head sizes that are not a multiple of 8 up to 256, no queries or
-    no keys, and causal attention with N_q != N_k, which it aligns at the bottom right.
+    than CUDA, dtypes other than float16 and bfloat16, head sizes that are not a multiple of 32 up to 256 (on Hopper its
+    gradients are wrong for some others, such as 80), no queries or no keys, and causal attention with N_q != N_k, which
+    it aligns at the bottom right.
     """
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
         raise ImportError(f"fa4 needs the package flash-attn-4: {error}") from error
     _check_supported("fa4", q, k, v, is_causal)
-    if q.shape[-1] % 8:
-        raise ValueError(f"q has head size {q.shape[-1]}: fa4 serves multiples of 8")
+    if q.shape[-1] % 32:
+        raise ValueError(f"q has head size {q.shape[-1]}: fa4 serves multiples of 32")
     window = check_band(q, k, is_causal, band_of(window, documents))
     mask: dict[str, Any] = dict(causal=is_causal, window_size=(None, None) if window is None else (window - 1, 0))
     by_position = [as_4d(x).transpose(1, 2) for x in (q, k, v)]  # (B, N, H, D)
