@@ -446,7 +446,7 @@ class KernelTests:
 
     def test_is_not_changed_by_autocast(self) -> None:
         dtype = torch.float32 if torch.float32 in self.dtypes else torch.float16
-        q, k, v = self.normal(2, 2, 33, 16, dtype=dtype)
+        q, k, v = self.normal(2, 2, 33, 32, dtype=dtype)
         expected = gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
         with torch.autocast(self.device, torch.bfloat16):
             o = self.attention(q, k, v, True)

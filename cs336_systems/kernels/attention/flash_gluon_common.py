@@ -10,6 +10,7 @@ Legend, in addition to the legend of `flash_triton_kernels.py`
     q_, k_, ...    descriptors of the tensors: TMA loads and stores their tiles
     ROWS           rows of a warpgroup
     GROUPS         warpgroups that compute: 2, and 3 in the forward pass where D_PAD is 64 and there is no band
+    TURNS          whether the two warpgroups of the forward pass start products in turns
     TILES          the number of all programs' tiles; those with the most work come first
     COUNTER        how many of them have been taken, not counting each program's first
     i              the number of this program's tiles so far

@@ -1,16 +1,22 @@
 """The forward pass of `flash_triton` for Hopper in Gluon, as in FlashAttention-3 (Shah et al. 2024).
 
-Triton's compiler waits for a matrix product before it starts the exponentials, and all its warps do so together. Here
+Triton's compiler waits for a matrix product before it starts the exponentials. Here the kernel itself overlaps them:
 one warp loads the tiles of keys and values, and each of two or three groups of four warps (a warpgroup) loops over them
-with 64 queries of its own. The warpgroups take turns: one starts its two products of a step and passes the turn on. Its
-exponentials run beside the products of the next warpgroup.
+with 64 queries of its own. A warpgroup starts the product with the next keys, then the product with the present values,
+and computes the exponentials of the next scores beside a product: its own or another warpgroup's.
 
-The last tile of keys comes first. For the tile of keys j, S(j) = q k^T and P(j) = exp2(S(j) - m). Over time:
+The last tile of keys comes first. For the tile of keys j, S(j) = q k^T and P(j) = exp2(S(j) - m). One warpgroup over
+time, where a product runs beside what stands above or below it:
 
-    warpgroup 0    S(j)  P(j+1) v | P(j) .............. | S(j-1)  P(j) v   | P(j-1) ............
-    warpgroup 1    P(j+1) ....... | S(j)  P(j+1) v      | P(j) ........... | S(j-1)  P(j) v
+    products         S(j)      P(j+1) v ...........     S(j-1)      P(j) v ............
+    exponentials               P(j) ...............                 P(j-1) ............
 
-A step's product with v is that of the probabilities before, so no product waits for exponentials of the same turn.
+The other warpgroups do the same with their own queries, so the matrix units have work while one of them waits.
+
+With TURNS, one warpgroup starts both products, passes the turn on, and waits for them. Two warpgroups over time:
+
+    warpgroup 0      S(j)  P(j+1) v      P(j) ............    S(j-1)  P(j) v      P(j-1) ...
+    warpgroup 1      P(j+1) .......      S(j)  P(j+1) v       P(j) ..........     S(j-1)  P(j) v
 
 Scores, probabilities and the output stay in registers; q, k and v are read from shared memory.
 
@@ -67,6 +73,14 @@ def groups(d_pad: int, has_band: bool) -> int:
     see.
     """
     return 3 if d_pad == 64 and not has_band else 2
+
+
+def takes_turns(d_pad: int, has_band: bool) -> bool:
+    """TURNS: where they are faster. Measured: no faster at head size 64, and slower with a window.
+
+    A warpgroup takes a turn for each of its tiles of keys. Here both see the same tiles.
+    """
+    return d_pad == 128 and not has_band
 
 
 @gluon.jit
@@ -148,16 +162,14 @@ def _start_output(p, acc, v_buffers, v_ready, step):
 
 
 @gluon.jit
-def _pass_over(bars, group: gl.constexpr, lo, hi, GROUPS: gl.constexpr):
-    """The steps from lo to hi, whose keys only other warpgroups see: free the stages and pass the turn on."""
+def _pass_over(bars, lo, hi):
+    """The steps from lo to hi, whose keys only other warpgroups see: free the stages."""
     _, _, _, k_ready, k_empty, v_ready, v_empty = bars
     for step in range(lo, hi):
         wait_ready(k_ready, step)
         mbarrier.arrive(k_empty.index(stage_of(step)))
         wait_ready(v_ready, step)
         mbarrier.arrive(v_empty.index(stage_of(step)))
-        wait_for_turn(group)
-        pass_turn((group + 1) % GROUPS)
 
 
 @gluon.jit
@@ -187,8 +199,8 @@ def _softmax(
 
 @gluon.jit
 def _loop(
-    q, p, acc, total, m, buffers, bars, group: gl.constexpr, base, lo, hi, first_row, limit, sc, N_k,
-    OUTPUT: gl.constexpr, GROUPS: gl.constexpr, BAND: gl.constexpr,
+    q, p, acc, total, m, buffers, bars, group: gl.constexpr, i, base, lo, hi, first_row, limit, sc, N_k,
+    OUTPUT: gl.constexpr, GROUPS: gl.constexpr, BAND: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The tiles of keys from lo to hi, the last one first. Tile j has step base - 1 - j, and needs no causal mask.
 
@@ -196,18 +208,29 @@ def _loop(
     with v.
     """
     _, k_buffers, v_buffers, _, _ = buffers
-    _, _, _, k_ready, k_empty, v_ready, v_empty = bars
+    _, q_ready, _, k_ready, k_empty, v_ready, v_empty = bars
     for j in range(hi - 1, lo - 1, -1):
         step = base - 2 - j  # of tile j + 1
-        wait_for_turn(group)
+        if TURNS:
+            wait_for_turn(group)
         scores = _start_scores(q, k_buffers, k_ready, step + 1)
         output = _start_output(p, acc, v_buffers, v_ready, step)
-        pass_turn((group + 1) % GROUPS)
+        if TURNS:
+            pass_turn(1 - group)
         s = warpgroup_mma_wait(1, [scores])
-        mbarrier.arrive(k_empty.index(stage_of(step + 1)))
+        if TURNS:
+            mbarrier.arrive(k_empty.index(stage_of(step + 1)))
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, False)
+        if not TURNS:
+            if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
+                p_next = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+            # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a
+            # barrier. Without this wait it would wait for the product before it computes the exponentials.
+            mbarrier.wait(q_ready.index(group), i & 1)
         acc, p_next = warpgroup_mma_wait(0, [output, p_next])
         p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        if not TURNS:
+            mbarrier.arrive(k_empty.index(stage_of(step + 1)))
         mbarrier.arrive(v_empty.index(stage_of(step)))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
     return p, acc, total, m
@@ -215,8 +238,9 @@ def _loop(
 
 @gluon.jit
 def _consumer(
-    work, group: gl.constexpr, D_PAD: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr
-):
+    work, group: gl.constexpr, D_PAD: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    TURNS: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: o and L of its queries.
 
     The queries may see only some keys of the last tile and, where there is a band, of the first ones: these are masked.
@@ -228,7 +252,7 @@ def _consumer(
     tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = bars
     sc = scale * LOG2_E
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
-    if group == GROUPS - 1:
+    if TURNS and group == 1:
         pass_turn(0)
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
@@ -240,7 +264,7 @@ def _consumer(
         if BAND != "none":
             limit = first_key(first_row + gl.arange(0, _ROWS, _ROW), b, band, N_k, BAND)
         base = start + tile_end  # tile j of the keys has step base - 1 - j
-        _pass_over(bars, group, start, base - end, GROUPS)
+        _pass_over(bars, start, base - end)
         start = base - end
         mbarrier.wait(q_ready.index(group), i & 1)
         scores = _start_scores(q, k_buffers, k_ready, start)
@@ -252,20 +276,20 @@ def _consumer(
         p, _alpha, total, m = _softmax(s, total, m, first_row, (end - 1) * _BN, limit, sc, N_k, CAUSAL, BAND, True)
         p = gl.convert_layout(p.to(o_.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         p, acc, total, m = _loop(
-            q, p, acc, total, m, buffers, bars, group, base, inner, end - 1, first_row, limit, sc, N_k,
-            OUTPUT, GROUPS, "none",
+            q, p, acc, total, m, buffers, bars, group, i, base, inner, end - 1, first_row, limit, sc, N_k,
+            OUTPUT, GROUPS, "none", TURNS,
         )  # fmt: skip
         if BAND != "none":
             p, acc, total, m = _loop(
-                q, p, acc, total, m, buffers, bars, group, base, begin, inner, first_row, limit, sc, N_k,
-                OUTPUT, GROUPS, BAND,
+                q, p, acc, total, m, buffers, bars, group, i, base, begin, inner, first_row, limit, sc, N_k,
+                OUTPUT, GROUPS, BAND, TURNS,
             )  # fmt: skip
         start = base - begin
         mbarrier.arrive(q_empty.index(group))
         output = _start_output(p, acc, v_buffers, v_ready, start - 1)
         acc = warpgroup_mma_wait(0, [output])
         mbarrier.arrive(v_empty.index(stage_of(start - 1)))
-        _pass_over(bars, group, start, base - tile_begin, GROUPS)
+        _pass_over(bars, start, base - tile_begin)
         start = base - tile_begin
         rows = first_row + gl.arange(0, _ROWS, _ROW)
         gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
@@ -281,6 +305,7 @@ def _consumer(
 def forward_kernel(
     q_, k_, v_, o_, L, COUNTER, DOCUMENT_STARTS, scale, H, N_q, N_k, WINDOW, TILES, HEADS,
     D_PAD: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """o and L of this program's tiles of queries."""
     dtype: gl.constexpr = q_.dtype
@@ -303,9 +328,9 @@ def forward_kernel(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND)),
-                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND)),
-                (_consumer, (work, 2, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
+                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
+                (_consumer, (work, 2, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
                 (_producer, (work, GROUPS, G, CAUSAL, BAND)),
             ],
             [4, 4, 1],
@@ -314,8 +339,8 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND)),
-                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
+                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
                 (_producer, (work, GROUPS, G, CAUSAL, BAND)),
             ],
             [4, 1],

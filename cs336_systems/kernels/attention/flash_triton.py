@@ -347,7 +347,7 @@ def gluon_launch(
     rows, groups, more = gluon.ROWS, gluon.GROUPS, {}
     if phase == "forward":
         groups = gluon_forward.groups(d_pad, band is not None)
-        more = dict(GROUPS=groups)
+        more = dict(GROUPS=groups, TURNS=gluon_forward.takes_turns(d_pad, band is not None))
         kernel, tiled, looped_over, blocks = gluon_forward.forward_kernel, q, k, _blocks(q, rows, gluon_forward.BN)
     else:
         kernel, tiled, looped_over = gluon_backward.gradients_kernel, k, q
