@@ -334,7 +334,14 @@ def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
 
 def _language() -> types.ModuleType:
     gl = types.ModuleType(f"{_PACKAGE}.language")
-    layouts = ("BlockedLayout", "NVMMASharedLayout", "NVMMADistributedLayout", "SliceLayout", "DotOperandLayout")
+    layouts = (
+        "DistributedLinearLayout",
+        "BlockedLayout",
+        "NVMMASharedLayout",
+        "NVMMADistributedLayout",
+        "SliceLayout",
+        "DotOperandLayout",
+    )
     scalars = torch.as_tensor
     gl.__dict__.update(
         dict.fromkeys(layouts, _Layout),

@@ -63,6 +63,12 @@ _ROWS, _BN = gl.constexpr(ROWS), gl.constexpr(BN)
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
 """How the threads of a warpgroup divide a tile of scores."""
 _ROW, _COLUMN = gl.constexpr(gl.SliceLayout(1, _SCORES.value)), gl.constexpr(gl.SliceLayout(0, _SCORES.value))
+_SUMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 8]
+    )
+)
+"""How a warpgroup divides sums of every eighth column of _SCORES: each thread has those of its own columns."""
 _LN_2 = gl.constexpr(math.log(2))
 
 
@@ -194,7 +200,9 @@ def _softmax(
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far is above -inf; -inf - -inf is NaN
     p = gl.exp2(s * sc - shift[:, None])
     alpha = gl.exp2(m - shift)
-    return p, alpha, total * alpha + gl.sum(p, 1), m_new
+    # The sum of a row is spread over four threads until the last tile.
+    sums = gl.convert_layout(gl.sum(p.reshape([_ROWS, _BN // 8, 8]), 1), _SUMS)
+    return p, alpha, total * gl.convert_layout(alpha, gl.SliceLayout(1, _SUMS))[:, None] + sums, m_new
 
 
 @gluon.jit
@@ -271,7 +279,7 @@ def _consumer(
         s = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_empty.index(stage_of(start)))
         acc = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
-        total = gl.zeros([_ROWS], gl.float32, _ROW)
+        total = gl.zeros([_ROWS, 8], gl.float32, _SUMS)
         m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
         p, _alpha, total, m = _softmax(s, total, m, first_row, (end - 1) * _BN, limit, sc, N_k, CAUSAL, BAND, True)
         p = gl.convert_layout(p.to(o_.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
@@ -291,6 +299,7 @@ def _consumer(
         mbarrier.arrive(v_empty.index(stage_of(start - 1)))
         _pass_over(bars, start, base - tile_begin)
         start = base - tile_begin
+        total = gl.convert_layout(gl.sum(total, 1), _ROW)
         rows = first_row + gl.arange(0, _ROWS, _ROW)
         gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
         o = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUTPUT))[:, None]
