@@ -228,11 +228,11 @@ def _wait_until_read(left: int) -> None:
 
 
 def _assembly(source: str, constraints: str, arguments: Sequence[Tensor], *_: Any) -> Tensor:
-    named = re.match(r"bar\.(sync|arrive) \$1, (\d+);", source)
+    named = re.match(r"bar\.(sync|arrive) \$1, \$2;", source)
     if named:
         name, threads = arguments[0].unique().item(), arguments[0].numel()
         with _changed:
-            barrier = _warps.named.setdefault(name, _Barrier(int(named[2])))
+            barrier = _warps.named.setdefault(name, _Barrier(int(arguments[1].unique().item())))
         phase = barrier.phase
         barrier.change(threads, 0)
         if named[1] == "sync":

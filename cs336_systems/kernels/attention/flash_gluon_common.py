@@ -190,22 +190,38 @@ def next_tile(tiles, tile_ready, i):
 
 
 @gluon.jit
-def _named_barrier(instruction: gl.constexpr, group: gl.constexpr):
-    """The threads of a warpgroup at a named barrier, which needs no memory. Triton uses those with low numbers."""
-    name = gl.full([128], 12 + group, gl.int32, _FOUR_WARPS)
-    gl.inline_asm_elementwise(instruction, "=r,r", [name], gl.int32, False, 1)
+def _named_barrier(instruction: gl.constexpr, name, threads, layout: gl.constexpr, own: gl.constexpr):
+    """Threads at a named barrier, which needs no memory. Triton uses those with low numbers."""
+    names, counts = gl.full([own], name, gl.int32, layout), gl.full([own], threads, gl.int32, layout)
+    gl.inline_asm_elementwise(instruction, "=r,r,r", [names, counts], gl.int32, False, 1)
+
+
+_ARRIVE, _SYNC = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;"), gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
 
 
 @gluon.jit
 def wait_for_turn(group: gl.constexpr):
     """Wait until another warpgroup has passed the turn to this one."""
-    _named_barrier("bar.sync $1, 256; mov.b32 $0, 0;", group)
+    _named_barrier(_SYNC, 12 + group, 256, _FOUR_WARPS, 128)
 
 
 @gluon.jit
 def pass_turn(group: gl.constexpr):
     """Give the turn to a warpgroup, without waiting for it."""
-    _named_barrier("bar.arrive $1, 256; mov.b32 $0, 0;", group)
+    _named_barrier(_ARRIVE, 12 + group, 256, _FOUR_WARPS, 128)
+
+
+@gluon.jit
+def release(first: gl.constexpr, step, GROUPS: gl.constexpr):
+    """A warpgroup has read the stage of a step."""
+    _named_barrier(_ARRIVE, first + stage_of(step), 128 * GROUPS + 32, _FOUR_WARPS, 128)
+
+
+@gluon.jit
+def wait_released(first: gl.constexpr, step, GROUPS: gl.constexpr):
+    """The loading warp waits until all warpgroups have read the stage of a step, in its round before."""
+    if step >= STAGES:
+        _named_barrier(_SYNC, first + stage_of(step), 128 * GROUPS + 32, _ONE_WARP, 32)
 
 
 @gluon.jit
