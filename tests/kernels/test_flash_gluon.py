@@ -275,11 +275,9 @@ FORWARD = {
     "values not waited for": ("    wait_ready(v_ready, step)\n    return", "    return"),
     "queries overwritten by the next tile's": ("            mbarrier.wait(q_empty.index(group), i & 1 ^ 1)\n", ""),
     "o overwritten before TMA has read it": ("        tma.store_wait(0)  # the tile before has left the buffer\n", ""),
-    "keys of other warpgroups never released": (
-        "        mbarrier.arrive(k_empty.index(stage_of(step)))\n        wait",
-        "        wait",
-    ),
-    "values of other warpgroups never released": ("        mbarrier.arrive(v_empty.index(stage_of(step)))\n\n", "\n"),
+    "keys of other warpgroups never released": ("        release(K_READ, step, GROUPS)\n        wait", "        wait"),
+    "values of other warpgroups never released": ("        release(V_READ, step, GROUPS)\n\n", "\n"),
+    "keys and values overwritten too early": ("    wait_released(read, step, GROUPS)\n", ""),
     "the turn never passed on": ("            pass_turn(1 - group)\n", "            pass\n"),
 }
 

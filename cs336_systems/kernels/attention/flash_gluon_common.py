@@ -79,6 +79,8 @@ _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LOG2_E = gl.constexpr(math.log2(math.e))
 STAGES = gl.constexpr(2)
+K_READ, V_READ, TURN = gl.constexpr(8), gl.constexpr(10), gl.constexpr(12)
+"""The first of the named barriers for the stages of K and V, and for turns. Triton uses those below."""
 
 
 @gluon.jit
@@ -189,39 +191,39 @@ def next_tile(tiles, tile_ready, i):
     return gl.max(tiles.index(stage_of(i)).load(_FOUR_WARPS), 0)
 
 
+_ARRIVE, _WAIT = (gl.constexpr(f"bar.{name} $1, $2; mov.b32 $0, 0;") for name in ("arrive", "sync"))
+
+
 @gluon.jit
-def _named_barrier(instruction: gl.constexpr, name, threads, layout: gl.constexpr, own: gl.constexpr):
-    """Threads at a named barrier, which needs no memory. Triton uses those with low numbers."""
-    names, counts = gl.full([own], name, gl.int32, layout), gl.full([own], threads, gl.int32, layout)
-    gl.inline_asm_elementwise(instruction, "=r,r,r", [names, counts], gl.int32, False, 1)
-
-
-_ARRIVE, _SYNC = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;"), gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
+def _at_named_barrier(instruction: gl.constexpr, number, total, threads: gl.constexpr, layout: gl.constexpr):
+    """Some threads at one of 16 barriers in hardware. It completes when `total` threads have arrived or wait."""
+    numbers, totals = gl.full([threads], number, gl.int32, layout), gl.full([threads], total, gl.int32, layout)
+    gl.inline_asm_elementwise(instruction, "=r,r,r", [numbers, totals], gl.int32, False, 1)
 
 
 @gluon.jit
 def wait_for_turn(group: gl.constexpr):
-    """Wait until another warpgroup has passed the turn to this one."""
-    _named_barrier(_SYNC, 12 + group, 256, _FOUR_WARPS, 128)
+    """Wait until the other warpgroup has passed the turn to this one."""
+    _at_named_barrier(_WAIT, TURN + group, 256, 128, _FOUR_WARPS)
 
 
 @gluon.jit
 def pass_turn(group: gl.constexpr):
-    """Give the turn to a warpgroup, without waiting for it."""
-    _named_barrier(_ARRIVE, 12 + group, 256, _FOUR_WARPS, 128)
+    """Pass the turn to a warpgroup."""
+    _at_named_barrier(_ARRIVE, TURN + group, 256, 128, _FOUR_WARPS)
 
 
 @gluon.jit
-def release(first: gl.constexpr, step, GROUPS: gl.constexpr):
-    """A warpgroup has read the stage of a step."""
-    _named_barrier(_ARRIVE, first + stage_of(step), 128 * GROUPS + 32, _FOUR_WARPS, 128)
+def release(read: gl.constexpr, step, GROUPS: gl.constexpr):
+    """A warpgroup has read the stage of a step. No warp waits for the others, as Triton makes it before an mbarrier."""
+    _at_named_barrier(_ARRIVE, read + stage_of(step), 128 * GROUPS + 32, 128, _FOUR_WARPS)
 
 
 @gluon.jit
-def wait_released(first: gl.constexpr, step, GROUPS: gl.constexpr):
+def wait_released(read: gl.constexpr, step, GROUPS: gl.constexpr):
     """The loading warp waits until all warpgroups have read the stage of a step, in its round before."""
     if step >= STAGES:
-        _named_barrier(_SYNC, first + stage_of(step), 128 * GROUPS + 32, _ONE_WARP, 32)
+        _at_named_barrier(_WAIT, read + stage_of(step), 128 * GROUPS + 32, 32, _ONE_WARP)
 
 
 @gluon.jit

@@ -36,12 +36,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .flash_gluon_common import (
+    K_READ,
     LENGTHS,
     LOG2_E,
     REGISTERS,
     REGISTERS_OF_THREE,
     ROWS,
     STAGES,
+    V_READ,
     apart,
     barriers,
     first_key,
@@ -60,7 +62,6 @@ from .flash_gluon_common import (
 )
 
 BN = 128
-_K, _V = gl.constexpr(8), gl.constexpr(10)
 _ROWS, _BN = gl.constexpr(ROWS), gl.constexpr(BN)
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
 """How the threads of a warpgroup divide a tile of scores."""
@@ -117,9 +118,9 @@ def _seen(m0, rows: gl.constexpr, b, N_k, band, CAUSAL: gl.constexpr, BAND: gl.c
 
 
 @gluon.jit
-def _load_next(desc, b, h, row, buffers, ready, first: gl.constexpr, step, GROUPS: gl.constexpr):
+def _load_next(desc, b, h, row, buffers, ready, read: gl.constexpr, step, GROUPS: gl.constexpr):
     """Have TMA fill the stage of a step, as soon as the stage has been read."""
-    wait_released(first, step, GROUPS)
+    wait_released(read, step, GROUPS)
     bar = ready.index(stage_of(step))
     mbarrier.expect(bar, desc.block_type.nbytes)
     load_tile(desc, b, h, row, buffers.index(stage_of(step)), bar)
@@ -137,7 +138,7 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
         b, h, _bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
         begin, _inner, end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
         kv_head = key_head(h, G)
-        _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, _K, start, GROUPS)
+        _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, K_READ, start, GROUPS)
         for group in gl.static_range(GROUPS - 1, -1, -1):  # causal: the last one sees the keys that come first
             mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
             bar = q_ready.index(group)
@@ -145,10 +146,10 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
             load_tile(q_, b, h, m0 + group * _ROWS, q_buffers.index(group), bar)
         for j in range(end - 1, begin, -1):
             step = start + end - 1 - j
-            _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, _K, step + 1, GROUPS)
-            _load_next(v_, b, kv_head, j * _BN, v_buffers, v_ready, _V, step, GROUPS)
+            _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, K_READ, step + 1, GROUPS)
+            _load_next(v_, b, kv_head, j * _BN, v_buffers, v_ready, V_READ, step, GROUPS)
         start += end - begin
-        _load_next(v_, b, kv_head, begin * _BN, v_buffers, v_ready, _V, start - 1, GROUPS)
+        _load_next(v_, b, kv_head, begin * _BN, v_buffers, v_ready, V_READ, start - 1, GROUPS)
         tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
 
@@ -175,9 +176,9 @@ def _pass_over(bars, lo, hi, GROUPS: gl.constexpr):
     _, _, _, k_ready, v_ready = bars
     for step in range(lo, hi):
         wait_ready(k_ready, step)
-        release(_K, step, GROUPS)
+        release(K_READ, step, GROUPS)
         wait_ready(v_ready, step)
-        release(_V, step, GROUPS)
+        release(V_READ, step, GROUPS)
 
 
 @gluon.jit
@@ -202,7 +203,7 @@ def _softmax(
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far is above -inf; -inf - -inf is NaN
     p = gl.exp2(s * sc - shift[:, None])
     alpha = gl.exp2(m - shift)
-    # The sum of a row is spread over four threads until the last tile.
+    # Each thread adds up its own columns. The four threads of a row meet after the last tile.
     sums = gl.convert_layout(gl.sum(p.reshape([_ROWS, _BN // 8, 8]), 1), _SUMS)
     return p, alpha, total * gl.convert_layout(alpha, gl.SliceLayout(1, _SUMS))[:, None] + sums, m_new
 
@@ -229,7 +230,7 @@ def _loop(
             pass_turn(1 - group)
         s = warpgroup_mma_wait(1, [scores])
         if TURNS:
-            release(_K, step + 1, GROUPS)
+            release(K_READ, step + 1, GROUPS)
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, False)
         if not TURNS:
             if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
@@ -240,8 +241,8 @@ def _loop(
         acc, p_next = warpgroup_mma_wait(0, [output, p_next])
         p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         if not TURNS:
-            release(_K, step + 1, GROUPS)
-        release(_V, step, GROUPS)
+            release(K_READ, step + 1, GROUPS)
+        release(V_READ, step, GROUPS)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
     return p, acc, total, m
 
@@ -279,7 +280,7 @@ def _consumer(
         mbarrier.wait(q_ready.index(group), i & 1)
         scores = _start_scores(q, k_buffers, k_ready, start)
         s = warpgroup_mma_wait(0, [scores])
-        release(_K, start, GROUPS)
+        release(K_READ, start, GROUPS)
         acc = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
         total = gl.zeros([_ROWS, 8], gl.float32, _SUMS)
         m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
@@ -298,7 +299,7 @@ def _consumer(
         mbarrier.arrive(q_empty.index(group))
         output = _start_output(p, acc, v_buffers, v_ready, start - 1)
         acc = warpgroup_mma_wait(0, [output])
-        release(_V, start - 1, GROUPS)
+        release(V_READ, start - 1, GROUPS)
         _pass_over(bars, start, base - tile_begin, GROUPS)
         start = base - tile_begin
         total = gl.convert_layout(gl.sum(total, 1), _ROW)
