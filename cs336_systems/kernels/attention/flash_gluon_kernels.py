@@ -271,6 +271,8 @@ def _consumer(
         first_row = m0 + group * _ROWS
         tile_begin, _inner, tile_end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
         begin, inner, end = _seen(first_row, _ROWS, b, N_k, band, CAUSAL, BAND)
+        if GROUPS == 3:  # a warpgroup whose queries are beyond the last one need not see more than a tile of keys
+            end = gl.where(first_row < N_q, end, 1)
         limit = first_row
         if BAND != "none":
             limit = first_key(first_row + gl.arange(0, _ROWS, _ROW), b, band, N_k, BAND)
