@@ -166,10 +166,11 @@ __device__ inline void compute(const Parameters& x, int group) {
         const Place<HEAD> place(x, tile);
         const int query0 = place.query0 + group * F::ROWS, row = query0 + 16 * warp + lane / 4;
 
-        // The warpgroup's tiles of keys are from begin to before end. All its rows see all keys of the tiles from
-        // `whole` on, except for the last tile. This thread's rows h = 0, 1 see the keys first[h] to last[h].
+        // The warpgroup's tiles of keys are from begin to before end; one tile if its rows are beyond the last query. All
+        // its rows see all keys of the tiles from `whole` on, except for the last tile. This thread's rows h = 0, 1 see
+        // the keys first[h] to last[h].
         const int begin = x.first_key(place.batch, query0) / F::KEYS;
-        const int end = ceil_div(x.end_of_keys(query0 + F::ROWS), F::KEYS);
+        const int end = query0 < x.n_q ? ceil_div(x.end_of_keys(query0 + F::ROWS), F::KEYS) : begin + 1;
         const int whole = min(ceil_div(x.first_key(place.batch, query0 + F::ROWS - 1), F::KEYS), end - 1);
         int first[2], last[2];
 #pragma unroll
