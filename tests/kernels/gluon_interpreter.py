@@ -227,16 +227,16 @@ def _wait_until_read(left: int) -> None:
         _warps.writes.append(_warps.stores.pop(0)())
 
 
-def _assembly(source: str, constraints: str, arguments: Sequence[Tensor], *_: Any) -> Tensor:
-    named = re.match(r"bar\.(sync|arrive) \$1, (\d+);", source)
-    if named:
-        name, threads = arguments[0].unique().item(), arguments[0].numel()
+def _assembly(source: str, *_: Any) -> Tensor:
+    if named := re.match(r"bar\.(sync|arrive) (\d+), (\d+);", source):
+        name, threads = int(named[2]), int(named[3])
         with _changed:
-            barrier = _warps.named.setdefault(name, _Barrier(int(named[2])))
-        phase = barrier.phase
-        barrier.change(threads, 0)
-        if named[1] == "sync":
-            barrier.wait(phase)
+            barrier = _warps.named.setdefault(name, _Barrier(threads))
+            assert barrier.arrivals == threads
+            phase = barrier.phase
+            barrier.change(128, 0)  # a warpgroup's threads
+            if named[1] == "sync":
+                barrier.wait(phase)
     elif source.startswith("cp.async.bulk.wait_group 0;"):
         _wait_until_written()
     else:

@@ -270,6 +270,7 @@ def test_the_interpreter_finds_missing_waits_between_heads(fault: str, monkeypat
         check_case(flash_triton.flash_triton, Case(130, 130, 128, leading=(4,), key_heads=1), torch.bfloat16, "cpu")
 
 
+KEYS_READ = "            mbarrier.arrive(k_empty.index(stage_of(step + 1)))\n"
 FORWARD = {
     "keys not waited for": ("    wait_ready(k_ready, step)\n    k =", "    k ="),
     "values not waited for": ("    wait_ready(v_ready, step)\n    return", "    return"),
@@ -281,6 +282,10 @@ FORWARD = {
     ),
     "values of other warpgroups never released": ("        mbarrier.arrive(v_empty.index(stage_of(step)))\n\n", "\n"),
     "the turn never passed on": ("            pass_turn(1 - group)\n", "            pass\n"),
+    "keys released before they are read, with turns": (
+        f"        s = warpgroup_mma_wait(1, [scores])\n        if TURNS:\n{KEYS_READ}",
+        f"        if TURNS:\n{KEYS_READ}        s = warpgroup_mma_wait(1, [scores])\n        if TURNS:\n",
+    ),
 }
 
 

@@ -190,22 +190,18 @@ def next_tile(tiles, tile_ready, i):
 
 
 @gluon.jit
-def _named_barrier(instruction: gl.constexpr, group: gl.constexpr):
-    """The threads of a warpgroup at a named barrier, which needs no memory. Triton uses those with low numbers."""
-    name = gl.full([128], 12 + group, gl.int32, _FOUR_WARPS)
-    gl.inline_asm_elementwise(instruction, "=r,r", [name], gl.int32, False, 1)
-
-
-@gluon.jit
 def wait_for_turn(group: gl.constexpr):
-    """Wait until another warpgroup has passed the turn to this one."""
-    _named_barrier("bar.sync $1, 256; mov.b32 $0, 0;", group)
+    """Wait until the other warpgroup has passed the turn to this one.
+
+    A named barrier, where one of them waits and the other only arrives. Triton uses those with low numbers.
+    """
+    gl.inline_asm_elementwise(f"bar.sync {12 + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
 def pass_turn(group: gl.constexpr):
     """Give the turn to a warpgroup, without waiting for it."""
-    _named_barrier("bar.arrive $1, 256; mov.b32 $0, 0;", group)
+    gl.inline_asm_elementwise(f"bar.arrive {12 + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
