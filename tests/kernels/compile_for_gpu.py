@@ -86,6 +86,8 @@ class Hopper:
 
 
 EXPONENTIAL, WAIT_FOR_PRODUCTS = "MUFU.EX2", "DEPBAR.LE gsb0, "
+TURN = re.compile(r"BAR\.SYNC\S* 0x([cd]), 0x100 ;(.*?)BAR\.ARV 0x([cd]), 0x100 ;", re.DOTALL)
+"""From the wait for a turn to where it is passed on."""
 SPILLED = 33
 """The most loads and stores of spilled registers in a loop, with documents or in order: Triton 3.9. Elsewhere none."""
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
@@ -169,7 +171,14 @@ def compile_gluon() -> None:
                 assert not unset, (case, unset)
                 sass = compiled.asm["sass"]
                 assert sass.count(WAIT_FOR_PRODUCTS) < sass.count("HGMMA") / 4, case  # no product is waited for alone
-            if phase == "forward":
+            takes_turns = flash_triton.gluon_forward.takes_turns(flash_triton.padded_head_size(d), band is not None)
+            if phase == "forward" and takes_turns:
+                # In its turn, a warpgroup starts two products, of 8 instructions each, and waits for neither.
+                turns = TURN.findall(listed(compiled.asm["cubin"]))
+                assert sorted((taken, passed) for taken, _, passed in turns) == [("c", "d"), ("d", "c")], case
+                started = [(code.count("HGMMA"), code.count(WAIT_FOR_PRODUCTS)) for _, code, _ in turns]
+                assert started == [(16, 0), (16, 0)], (case, started)
+            elif phase == "forward":
                 # Every inner loop computes the exponentials while another product runs. A thread has a 128th of the
                 # tile: 64, and one for each of two rows.
                 beside = [count for count in exponentials(sass, products_left=1) if count]

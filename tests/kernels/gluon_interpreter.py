@@ -228,15 +228,15 @@ def _wait_until_read(left: int) -> None:
 
 
 def _assembly(source: str, constraints: str, arguments: Sequence[Tensor], *_: Any) -> Tensor:
-    named = re.match(r"bar\.(sync|arrive) \$1, \$2;", source)
-    if named:
-        name, threads = arguments[0].unique().item(), arguments[0].numel()
+    if named := re.match(r"bar\.(sync|arrive) (\$1|\d+), (\d+);", source):
+        name, threads = arguments[0].unique().item() if arguments else int(named[2]), int(named[3])
         with _changed:
-            barrier = _warps.named.setdefault(name, _Barrier(int(arguments[1].unique().item())))
-        phase = barrier.phase
-        barrier.change(threads, 0)
-        if named[1] == "sync":
-            barrier.wait(phase)
+            barrier = _warps.named.setdefault(name, _Barrier(threads))
+            assert barrier.arrivals == threads
+            phase = barrier.phase
+            barrier.change(arguments[0].numel() if arguments else 128, 0)  # 128: a warpgroup's threads
+            if named[1] == "sync":
+                barrier.wait(phase)
     elif source.startswith("cp.async.bulk.wait_group 0;"):
         _wait_until_written()
     else:

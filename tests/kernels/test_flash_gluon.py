@@ -270,6 +270,7 @@ def test_the_interpreter_finds_missing_waits_between_heads(fault: str, monkeypat
         check_case(flash_triton.flash_triton, Case(130, 130, 128, leading=(4,), key_heads=1), torch.bfloat16, "cpu")
 
 
+KEYS_READ = "            release(K_READ, step + 1, GROUPS)\n"
 FORWARD = {
     "keys not waited for": ("    wait_ready(k_ready, step)\n    k =", "    k ="),
     "values not waited for": ("    wait_ready(v_ready, step)\n    return", "    return"),
@@ -279,6 +280,10 @@ FORWARD = {
     "values of other warpgroups never released": ("        release(V_READ, step, GROUPS)\n\n", "\n"),
     "keys and values overwritten too early": ("    wait_released(read, step, GROUPS)\n", ""),
     "the turn never passed on": ("            pass_turn(1 - group)\n", "            pass\n"),
+    "keys released before they are read, with turns": (
+        f"        s = warpgroup_mma_wait(1, [scores])\n        if TURNS:\n{KEYS_READ}",
+        f"        if TURNS:\n{KEYS_READ}        s = warpgroup_mma_wait(1, [scores])\n        if TURNS:\n",
+    ),
 }
 
 

@@ -78,7 +78,7 @@ def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[T
 
 
 def _problem(q: Tensor, k: Tensor, looped_over: Tensor, is_causal: bool, band: Band | None) -> "_Problem":
-    """looped_over: q or k, the one whose rows each block loops over. The L2 cache should hold some of its heads."""
+    """looped_over: q or k, the one whose rows each block loops over. Heads come together as in `flash_triton.py`."""
     batch, heads, n_q, head_size = as_4d(q).shape
     key_heads, n_k = as_4d(k).shape[1:3]
     multiprocessors, cache = _card(q.device)

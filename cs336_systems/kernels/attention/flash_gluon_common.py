@@ -191,39 +191,41 @@ def next_tile(tiles, tile_ready, i):
     return gl.max(tiles.index(stage_of(i)).load(_FOUR_WARPS), 0)
 
 
-_ARRIVE, _WAIT = (gl.constexpr(f"bar.{name} $1, $2; mov.b32 $0, 0;") for name in ("arrive", "sync"))
-
-
-@gluon.jit
-def _at_named_barrier(instruction: gl.constexpr, number, total, threads: gl.constexpr, layout: gl.constexpr):
-    """Some threads at one of 16 barriers in hardware. It completes when `total` threads have arrived or wait."""
-    numbers, totals = gl.full([threads], number, gl.int32, layout), gl.full([threads], total, gl.int32, layout)
-    gl.inline_asm_elementwise(instruction, "=r,r,r", [numbers, totals], gl.int32, False, 1)
-
-
 @gluon.jit
 def wait_for_turn(group: gl.constexpr):
-    """Wait until the other warpgroup has passed the turn to this one."""
-    _at_named_barrier(_WAIT, TURN + group, 256, 128, _FOUR_WARPS)
+    """Wait until the other warpgroup has passed the turn to this one.
+
+    A named barrier, where one of them waits and the other only arrives.
+    """
+    gl.inline_asm_elementwise(f"bar.sync {TURN + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
 def pass_turn(group: gl.constexpr):
-    """Pass the turn to a warpgroup."""
-    _at_named_barrier(_ARRIVE, TURN + group, 256, 128, _FOUR_WARPS)
+    """Give the turn to a warpgroup, without waiting for it."""
+    gl.inline_asm_elementwise(f"bar.arrive {TURN + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
 def release(read: gl.constexpr, step, GROUPS: gl.constexpr):
-    """A warpgroup has read the stage of a step. No warp waits for the others, as Triton makes it before an mbarrier."""
-    _at_named_barrier(_ARRIVE, read + stage_of(step), 128 * GROUPS + 32, 128, _FOUR_WARPS)
+    """A warpgroup has read the stage of a step.
+
+    At a named barrier its warps need not wait for each other, as Triton makes them before they arrive at an mbarrier.
+    """
+    number = gl.full([128], read + stage_of(step), gl.int32, _FOUR_WARPS)
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {128 * GROUPS + 32}; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1
+    )
 
 
 @gluon.jit
 def wait_released(read: gl.constexpr, step, GROUPS: gl.constexpr):
     """The loading warp waits until all warpgroups have read the stage of a step, in its round before."""
     if step >= STAGES:
-        _at_named_barrier(_WAIT, read + stage_of(step), 128 * GROUPS + 32, 32, _ONE_WARP)
+        number = gl.full([32], read + stage_of(step), gl.int32, _ONE_WARP)
+        gl.inline_asm_elementwise(
+            f"bar.sync $1, {128 * GROUPS + 32}; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1
+        )
 
 
 @gluon.jit

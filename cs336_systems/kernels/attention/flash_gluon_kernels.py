@@ -13,7 +13,7 @@ time, where a product runs beside what stands above or below it:
 
 The other warpgroups do the same with their own queries, so the matrix units have work while one of them waits.
 
-With TURNS, one warpgroup starts both products, passes the turn on, and waits for them. Two warpgroups over time:
+With TURNS, a warpgroup starts both products, passes the turn on, and waits for both. Two warpgroups over time:
 
     warpgroup 0      S(j)  P(j+1) v      P(j) ............    S(j-1)  P(j) v      P(j-1) ...
     warpgroup 1      P(j+1) .......      S(j)  P(j+1) v       P(j) ..........     S(j-1)  P(j) v
@@ -87,7 +87,8 @@ def groups(d_pad: int, has_band: bool) -> int:
 def takes_turns(d_pad: int, has_band: bool) -> bool:
     """TURNS: where they are faster. Measured: no faster at head size 64, and slower with a window.
 
-    A warpgroup takes a turn for each of its tiles of keys. Here both see the same tiles.
+    A warpgroup takes a turn for each tile of keys that it sees, but the last. So both must see the same tiles. Without
+    a band they do, because a program's 128 queries begin at a multiple of BN.
     """
     return d_pad == 128 and not has_band
 
@@ -231,6 +232,8 @@ def _loop(
         s = warpgroup_mma_wait(1, [scores])
         if TURNS:
             release(K_READ, step + 1, GROUPS)
+            acc = warpgroup_mma_wait(0, [output])
+            release(V_READ, step, GROUPS)
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, False)
         if not TURNS:
             if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
@@ -238,11 +241,10 @@ def _loop(
             # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a
             # barrier. Without this wait it would wait for the product before it computes the exponentials.
             mbarrier.wait(q_ready.index(group), i & 1)
-        acc, p_next = warpgroup_mma_wait(0, [output, p_next])
-        p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        if not TURNS:
+            acc, p_next = warpgroup_mma_wait(0, [output, p_next])
             release(K_READ, step + 1, GROUPS)
-        release(V_READ, step, GROUPS)
+            release(V_READ, step, GROUPS)
+        p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
     return p, acc, total, m
 
@@ -264,7 +266,7 @@ def _consumer(
     sc = scale * LOG2_E
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
     if TURNS and group == 1:
-        pass_turn(0)
+        pass_turn(0)  # the first turn; the last one that it passes is not taken
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
         b, h, bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)

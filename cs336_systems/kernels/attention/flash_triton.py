@@ -358,8 +358,8 @@ def gluon_launch(
     tiles = triton.cdiv(tiled.shape[2], groups * rows) * tiled.shape[0] * tiled.shape[1]
     heads = _heads_together(tiled, looped_over, 8)
     if not is_ordered:  # programs that add in turn are far apart, so more heads do not fit into the cache
-        # Causal tiles differ in length. With 4,096 tokens, fewer heads are slower. Other tiles begin at the same time,
-        # so programs that share a head read the same rows at the same time.
+        # Causal tiles differ in length, and with 4,096 tokens fewer heads are slower. Other tiles have one length, so
+        # programs that share a head begin together and read the same rows at the same time.
         heads = max(4, heads) if is_causal else 1
     scalars = _scalars(q, k, heads, band)
     return Launch(
