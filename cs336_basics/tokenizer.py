@@ -301,11 +301,12 @@ class Tokenizer:
         return [number for number, _ in before]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The IDs of a text to continue, after the `beginning`.
+        """The IDs of a text to continue, after the `beginning`, which a chat's template may have put there already.
 
         Without such a token an empty text is an end of text, after which a new one begins.
         """
-        return [*self.beginning, *self.encode(text)] or [self.end_of_text_id]
+        ids, beginning = self.encode(text), self.beginning
+        return (ids if ids[: len(beginning)] == beginning else [*beginning, *ids]) or [self.end_of_text_id]
 
     def _with_own_end(self, text: str) -> str:
         return text if self.end_of_text == END_OF_TEXT else text.replace(END_OF_TEXT, self.end_of_text)

@@ -35,9 +35,8 @@ class HarnessModel(TemplateLM):
         return (self.tokenizer.beginning or [self.eot_token_id])[0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        ids, beginning = self.tokenizer.encode(string), self.tokenizer.beginning
-        is_bare = add_special_tokens is False or ids[: len(beginning)] == beginning  # a chat template has put it there
-        return ids if is_bare else [*beginning, *ids]
+        is_prompt = string and add_special_tokens is not False
+        return self.tokenizer.encode_prompt(string) if is_prompt else self.tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         windows: list[Window] = []
