@@ -293,14 +293,20 @@ class Tokenizer:
         """The token IDs of a text; each `<|endoftext|>` in it becomes the special token's ID."""
         return self._tokenizer.encode(self._with_own_end(text), add_special_tokens=False).ids
 
+    @functools.cached_property
+    def beginning(self) -> list[int]:
+        """The tokens that go before every text, such as Llama's; none for most tokenizers."""
+        whole = self._tokenizer.encode("a")
+        before = itertools.takewhile(lambda token: token[1], zip(whole.ids, whole.special_tokens_mask, strict=True))
+        return [number for number, _ in before]
+
     def encode_prompt(self, text: str) -> list[int]:
-        """The IDs of a text to continue, after the token that goes before every text if there is one, such as Llama's.
+        """The IDs of a text to continue, after the `beginning`, which a chat's template may have put there already.
 
         Without such a token an empty text is an end of text, after which a new one begins.
         """
-        whole = self._tokenizer.encode("a")
-        before = itertools.takewhile(lambda token: token[1], zip(whole.ids, whole.special_tokens_mask, strict=True))
-        return [*(number for number, _ in before), *self.encode(text)] or [self.end_of_text_id]
+        ids, beginning = self.encode(text), self.beginning
+        return (ids if ids[: len(beginning)] == beginning else [*beginning, *ids]) or [self.end_of_text_id]
 
     def _with_own_end(self, text: str) -> str:
         return text if self.end_of_text == END_OF_TEXT else text.replace(END_OF_TEXT, self.end_of_text)

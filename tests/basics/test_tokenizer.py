@@ -305,6 +305,14 @@ def test_tokens_that_a_file_adds_around_a_text_are_not_added():
     assert list(tokenizer.encode_stream(["the cat"])) == [trained().encode("the cat")]
 
 
+def test_a_prompt_has_the_token_that_begins_a_text_once():
+    library = LibraryTokenizer.from_str(trained()._tokenizer.to_str())
+    begin = (END_OF_TEXT, trained().end_of_text_id)
+    library.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[begin])
+    for prompt in ("the cat", f"{END_OF_TEXT}the cat"):
+        assert Tokenizer(library).encode_prompt(prompt) == trained().encode(f"{END_OF_TEXT}the cat")
+
+
 def changed_file(folder: Path, change: dict, added: dict) -> Path:
     content = json.loads(trained()._tokenizer.to_str())
     content["model"] |= change

@@ -114,8 +114,9 @@ def test_the_command_prints_the_rates_and_writes_every_document_also_on_two_rank
     assert [two.pop(name) for name in ("model", "text")] == [written.pop(name) for name in ("model", "text")]
     assert two == pytest.approx(written, rel=1e-5)
     records = tmp_path / "text.jsonl"
-    records.write_text("".join(json.dumps({"text": each}) + "\n" for each in text.read_text().split("<|endoftext|>")))
-    assert run_command("evaluate", [run, "--text", str(records), "--device", "cpu", "--stride", "4"]) == 0
+    records.write_text("".join(json.dumps({"body": each}) + "\n" for each in text.read_text().split("<|endoftext|>")))
+    words = ("--text", records, "--text_field", "body", "--device", "cpu", "--stride", "4")
+    assert run_command("evaluate", [str(word) for word in (run, *words)]) == 0
     assert capfd.readouterr().out == printed
     plain, gathered = "the cat\r\n", '"the \\ud83d cat"'  # 9 bytes each, as in training
     text.write_bytes(plain.encode())
