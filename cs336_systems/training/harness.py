@@ -32,7 +32,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        return (self.tokenizer.beginning or [self.eot_token_id])[0]
+        return self.tokenizer.text_start_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         is_prompt = string and add_special_tokens is not False
