@@ -293,14 +293,30 @@ class Tokenizer:
         """The token IDs of a text; each `<|endoftext|>` in it becomes the special token's ID."""
         return self._tokenizer.encode(self._with_own_end(text), add_special_tokens=False).ids
 
+    @functools.cached_property
+    def beginning(self) -> list[int]:
+        """The tokens that go before every text, such as Llama's; none for most tokenizers."""
+        whole = self._tokenizer.encode("a")
+        before = itertools.takewhile(lambda token: token[1], zip(whole.ids, whole.special_tokens_mask, strict=True))
+        return [number for number, _ in before]
+
+    @functools.cached_property
+    def between(self) -> list[int]:
+        """The tokens between two texts: an end of text, and the `beginning` of the next if it is another token."""
+        return [self.end_of_text_id, *(token for token in self.beginning if token != self.end_of_text_id)]
+
+    @property
+    def text_start_id(self) -> int:
+        """The token after which a text begins, the last one `between` texts."""
+        return self.between[-1]
+
     def encode_prompt(self, text: str) -> list[int]:
-        """The IDs of a text to continue, after the token that goes before every text if there is one, such as Llama's.
+        """The IDs of a text to continue, after the `beginning`, which a chat's template may have put there already.
 
         Without such a token an empty text is an end of text, after which a new one begins.
         """
-        whole = self._tokenizer.encode("a")
-        before = itertools.takewhile(lambda token: token[1], zip(whole.ids, whole.special_tokens_mask, strict=True))
-        return [*(number for number, _ in before), *self.encode(text)] or [self.end_of_text_id]
+        ids, beginning = self.encode(text), self.beginning
+        return (ids if ids[: len(beginning)] == beginning else [*beginning, *ids]) or [self.end_of_text_id]
 
     def _with_own_end(self, text: str) -> str:
         return text if self.end_of_text == END_OF_TEXT else text.replace(END_OF_TEXT, self.end_of_text)
@@ -317,7 +333,7 @@ class Tokenizer:
         first: the piece, counted from 0, at which to begin.
 
         With a separator, END_OF_TEXT or DOCUMENT_END, they are those of `encode_document` of what stands between, with
-        an end-of-text token in place of each separator.
+        the tokens `between` texts in place of each separator.
 
         Pieces go to the library in batches, which it spreads over the cores. With GPT-2's pre-tokenizer a piece ends
         after a word, with another one before an `<|endoftext|>`. Raises ValueError, naming the text, if a piece would
@@ -347,7 +363,7 @@ class Tokenizer:
 
     def _encode_parts(self, separator: str, parts: list[str]) -> Iterator[list[int]]:
         for part, encoding in zip(parts, self._literal.encode_batch_fast(parts, add_special_tokens=False), strict=True):
-            yield [self.end_of_text_id] if part == separator else encoding.ids
+            yield self.between if part == separator else encoding.ids
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:

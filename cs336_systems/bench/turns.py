@@ -75,7 +75,7 @@ def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
     torch.manual_seed(run.train.seed)
     with device:
         model = TransformerLM(**dataclasses.asdict(shape), attention=get_attention(run.model.attention))
-    return Trainer(run, model, tokens, device)
+    return Trainer(run, model, tokens, device, end_of_text=0)  # where data.documents is true, token 0 ends one
 
 
 def time_steps(trainer: Trainer, steps: int) -> list[float]:

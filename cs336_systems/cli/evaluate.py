@@ -26,6 +26,8 @@ def evaluate(arguments: Sequence[str]) -> int:
                         help="What to predict: a text file, whose documents <|endoftext|> separates, records, a "
                         "folder or a pattern, as for training. Other special tokens are text, unless they were tokens "
                         "in the run's training text.")  # fmt: skip
+    parser.add_argument("--text_field", type=str, default=None,
+                        help="Field of records with the text (default: the run's, or text).")  # fmt: skip
     parser.add_argument("--tasks", type=str, default=None,
                         help="Tasks of lm_eval to do, such as hellaswag,arc_easy, or their YAML files.")  # fmt: skip
     parser.add_argument("--context_length", type=int, default=None,
@@ -64,7 +66,7 @@ def _on_text(options: Any, loaded: "LoadedModel", device: "torch.device", length
     from ..training.evaluate import Score, score_documents
 
     settings = loaded.manifest.config.get("data", {})  # of the run; a Hugging Face folder has none
-    documents = _documents(options.text, settings.get("text_field", "text"))
+    documents = _documents(options.text, options.text_field or settings.get("text_field", "text"))
     stride = max(1, length // 2) if options.stride is None else options.stride
     model, tokenizer = loaded.build(device), tokenizer_of(loaded)
     special = settings.get("special_tokens_in_text", False)

@@ -43,18 +43,20 @@ def is_plain(name: str) -> bool:
 def find_files(name: str, field: str) -> list[Path]:
     """The files that a name means: the file itself, those in a folder and below it, or those that match a pattern.
 
+    Hidden ones are left out, such as a Mac's ._a.txt and Jupyter's .ipynb_checkpoints, unless the name has them.
     Raises FileNotFoundError or ValueError with the configuration's field if there is none.
     """
     path = Path(name)
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = [file for file in sorted(path.rglob("*")) if file.is_file() and _kind(file) in (*_TEXT, *_RECORDS)]
+        found = [file for file in path.rglob("*") if _kind(file) in (*_TEXT, *_RECORDS)]
     elif _is_pattern(path):
         root = Path(path.anchor)
-        found = sorted(file for file in root.glob(str(path.relative_to(root))) if file.is_file())
+        found = [*root.glob(str(path.relative_to(root)))]
     else:
         raise FileNotFoundError(f"{field} {name} does not exist")
+    found = sorted(file for file in found if file.is_file() and not _is_hidden(file, path))
     if not found:
         kinds = ", ".join((*_TEXT, *_RECORDS))
         raise ValueError(f"{field} {name} has no files: it must have some of {kinds}, also compressed")
@@ -145,6 +147,11 @@ def read_dataset(data: DataConfig, after: Any = None) -> Records:
 
 def _is_pattern(path: Path) -> bool:
     return not path.exists() and any(character in str(path) for character in "*?[")
+
+
+def _is_hidden(file: Path, path: Path) -> bool:
+    """Whether a part of a file's name begins with a dot, and is not in the path that the user gave."""
+    return any(part.startswith(".") for part in {*file.parts} - {*path.parts})
 
 
 def _kind(file: Path) -> str:

@@ -1,7 +1,8 @@
 """How well a model predicts a text: nats and bits for each token and byte, document by document.
 
-Each document is predicted from its first token on, after an end of text, as in training. Windows of the context length
-overlap, so that every token but the first ones has at least context_length - stride tokens before it.
+Each document is predicted from its first token on, after the token that begins a text, such as Llama's, or else after
+an end of text, as in training. Windows of the context length overlap, so that every token but the first ones has at
+least context_length - stride tokens before it.
 """
 
 import math
@@ -83,7 +84,7 @@ def score_documents(
 
         def windows_of_all() -> Iterator[tuple[Score, Window]]:
             for document in documents:
-                ids = [tokenizer.end_of_text_id, *encode(document)]
+                ids = [tokenizer.text_start_id, *encode(document)]
                 scores.append(Score(tokens=len(ids) - 1, bytes=len(document.encode())))
                 yield from ((scores[-1], window) for window in windows(ids, context_length, stride))
 

@@ -30,8 +30,13 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self.tokenizer.end_of_text_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        return self.tokenizer.text_start_id
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self.tokenizer.encode(string)
+        is_prompt = string and add_special_tokens is not False
+        return self.tokenizer.encode_prompt(string) if is_prompt else self.tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         windows: list[Window] = []
@@ -50,11 +55,11 @@ class HarnessModel(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """The log-likelihood of whole texts, each after an end of text, in windows that count every token once."""
+        """The log-likelihood of whole texts, each after the prefix, in windows that count every token once."""
         texts = []
         for request in requests:
             ids = self.tok_encode(*request.args)
-            windows = get_rolling_token_windows(ids, self.eot_token_id, self.context_length, context_len=1)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.context_length, context_len=1)
             texts.append([(None, *make_disjoint_window(window)) for window in windows])
         scores = iter(self._loglikelihood_tokens([window for text in texts for window in text]))
         return [sum(log_likelihood for log_likelihood, _ in islice(scores, len(text))) for text in texts]

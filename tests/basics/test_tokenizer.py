@@ -305,6 +305,28 @@ def test_tokens_that_a_file_adds_around_a_text_are_not_added():
     assert list(tokenizer.encode_stream(["the cat"])) == [trained().encode("the cat")]
 
 
+def test_a_prompt_has_the_token_that_begins_a_text_once():
+    library = LibraryTokenizer.from_str(trained()._tokenizer.to_str())
+    begin = (END_OF_TEXT, trained().end_of_text_id)
+    library.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[begin])
+    for prompt in ("the cat", f"{END_OF_TEXT}the cat"):
+        assert Tokenizer(library).encode_prompt(prompt) == trained().encode(f"{END_OF_TEXT}the cat")
+
+
+@pytest.mark.parametrize("begin", ["<s>", END_OF_TEXT])
+def test_the_token_that_begins_a_text_stands_between_texts(begin: str):
+    library = LibraryTokenizer.from_str(trained()._tokenizer.to_str())
+    library.add_special_tokens([begin])
+    library.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, library.token_to_id(begin))]
+    )
+    tokenizer, end = Tokenizer(library), trained().end_of_text_id
+    assert tokenizer.text_start_id == library.token_to_id(begin)
+    between = [end] if begin == END_OF_TEXT else [end, library.token_to_id(begin)]
+    streamed = [i for ids in tokenizer.encode_stream([f"the{END_OF_TEXT}cat"], separator=END_OF_TEXT) for i in ids]
+    assert streamed == [*trained().encode("the"), *between, *trained().encode("cat")]
+
+
 def changed_file(folder: Path, change: dict, added: dict) -> Path:
     content = json.loads(trained()._tokenizer.to_str())
     content["model"] |= change

@@ -131,8 +131,8 @@ def test_variants_built_once_are_kept_for_all_rounds(monkeypatch: pytest.MonkeyP
     names: dict[int, int] = {}
 
     class Counting(turns.Trainer):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
             names[id(self)] = len(names)
             events.append(("built", names[id(self)]))
 

@@ -254,7 +254,7 @@ def test_wrong_arguments_are_refused(machine: Machine, tmp_path: Path, arguments
 def test_a_search_on_two_processes_of_a_cpu(tmp_path: Path) -> None:
     """A run that is trained to its end is the notebook's, in tests/test_notebooks.py."""
     words = ["--epochs", "1", "--devices", "2", "--train.device", "cpu", "--dry_run", "--out", str(tmp_path)]
-    assert command.speedrun([*words, *STORIES]) == 0
+    assert command.speedrun([*words, *STORIES, "--data.documents", "true"]) == 0
     (folder,) = tmp_path.glob("speedrun-*")
     (row,) = read_rows(folder / "rows.jsonl")
     assert (row.variant, row.status) == ("nano, auto", "ok")

@@ -79,6 +79,17 @@ def test_a_folder_and_a_pattern_give_their_files_in_order(tmp_path: Path) -> Non
         assert (tmp_path / "out").read_text() == JOINED
 
 
+@pytest.mark.parametrize("name", [".", "*.txt", "**/*.txt"])
+def test_hidden_files_are_left_out_unless_they_are_named(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / ".mine"
+    hidden = folder / ".ipynb_checkpoints/a.txt"
+    hidden.parent.mkdir(parents=True)
+    for path in (folder / "a.txt", folder / "._a.txt", hidden):
+        path.write_text("the cat")
+    assert find_files(str(folder / name), "data.train_text") == [folder / "a.txt"]
+    assert find_files(str(hidden.parent / name), "data.train_text") == [hidden]
+
+
 @pytest.mark.parametrize(
     "name, message",
     [("none", "data.train_text .*none does not exist"), ("empty", "has no files"), ("*.x", r"\*.x has no files")],

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,19 @@ def test_every_token_is_predicted_once_from_what_its_window_shows(
             nats -= model(seen)[0, -1].log_softmax(-1)[ids[i]].item()
         assert (score.tokens, score.bytes) == (len(ids) - 1, len(text))
         assert score.nats == pytest.approx(nats, rel=1e-5)
+
+
+def test_a_document_follows_the_token_that_begins_a_text(model: TransformerLM, tokenizer: Tokenizer) -> None:
+    """As Llama's documents do."""
+    library = tokenizers.Tokenizer.from_str(tokenizer._tokenizer.to_str())
+    library.add_special_tokens(["<s>"])
+    begin = library.token_to_id("<s>")
+    library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    [score] = score_documents(model, Tokenizer(library), ["the cat"], 8, 8)
+    ids = tokenizer.encode("the cat")
+    log_p = model(torch.tensor([[begin, *ids[:-1]]])).log_softmax(-1)
+    assert score.tokens == len(ids)
+    assert score.nats == pytest.approx(-log_p[0, range(len(ids)), ids].sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("are_tokens", [False, True])
@@ -114,8 +128,9 @@ def test_the_command_prints_the_rates_and_writes_every_document_also_on_two_rank
     assert [two.pop(name) for name in ("model", "text")] == [written.pop(name) for name in ("model", "text")]
     assert two == pytest.approx(written, rel=1e-5)
     records = tmp_path / "text.jsonl"
-    records.write_text("".join(json.dumps({"text": each}) + "\n" for each in text.read_text().split("<|endoftext|>")))
-    assert run_command("evaluate", [run, "--text", str(records), "--device", "cpu", "--stride", "4"]) == 0
+    records.write_text("".join(json.dumps({"body": each}) + "\n" for each in text.read_text().split("<|endoftext|>")))
+    words = ("--text", records, "--text_field", "body", "--device", "cpu", "--stride", "4")
+    assert run_command("evaluate", [str(word) for word in (run, *words)]) == 0
     assert capfd.readouterr().out == printed
     plain, gathered = "the cat\r\n", '"the \\ud83d cat"'  # 9 bytes each, as in training
     text.write_bytes(plain.encode())

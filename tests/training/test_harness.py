@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 
 from cs336_systems.cli.main import run_command
@@ -35,17 +36,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return train(make_config(folder, data=data)).run_dir
 
 
+def put_a_token_before_each_text(exported: Path) -> None:
+    """Make "!" the token that begins a text, as <|begin_of_text|> does for Llama 3."""
+    path, config_path = exported / "tokenizer.json", exported / "tokenizer_config.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    begin = ("!", tokenizer.token_to_id("!"))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="! $A", special_tokens=[begin])
+    tokenizer.save(str(path))
+    config_path.write_text(json.dumps(json.loads(config_path.read_text()) | {"bos_token": "!"}))
+
+
 def test_tasks_need_the_package(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ValueError, match=r"tasks is piqa: it needs the package lm_eval: pip install lm_eval$"):
         run_command("evaluate", [run, "--tasks", "piqa", "--device", "cpu"])
 
 
-def test_answers_are_those_of_the_harness_for_the_exported_model(run: str) -> None:
+@pytest.mark.parametrize("begins", [False, True])
+def test_answers_are_those_of_the_harness_for_the_exported_model(run: str, begins: bool, tmp_path: Path) -> None:
     huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm_eval[hf]")
     from cs336_systems.training.harness import HarnessModel
 
-    loaded, (_, exported) = load_model(run), export_run(run)
+    _, exported = export_run(run, tmp_path / "exported")
+    if begins:
+        put_a_token_before_each_text(exported)
+    loaded = load_model(exported)
     assert loaded.tokenizer is not None
     length = loaded.shape.context_length
     ours = HarnessModel(loaded.build("cpu"), loaded.tokenizer, length, batch_size=2)
@@ -56,7 +71,7 @@ def test_answers_are_those_of_the_harness_for_the_exported_model(run: str) -> No
         return [SimpleNamespace(args=arguments) for arguments in of]
 
     pairs = requests(
-        ("the cat", " sat on"), ("", "the mat"), ("the rain " * 9, "fell"), ("the cat ", "sat"), ("a", "é")
+        ("the cat", " sat on"), ("", "the mat"), ("the rain " * 9, "fell"), ("the cat ", "sat"), ("a", "é"), ("!a", "é")
     )
     for found, expected in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
         assert found == (pytest.approx(expected[0], abs=1e-4), expected[1])

@@ -385,7 +385,9 @@ def _consumer(
     all_k, _, q_buffers, _, _, _, ds_buffers, dq_buffers, tiles = buffers
     tile_ready, kv_ready, kv_empty, _, empty, ds_ready = bars
     QUERIES: gl.constexpr = q_buffers.shape[1]
-    buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
+    # dk and dv leave by way of the buffer of dq: at the same time where it has place for two tiles of 16 bits.
+    PLACES: gl.constexpr = 128 // D_PAD
+    out = viewed_as(dq_buffers.index(group), dk_.dtype, [PLACES, _ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
     tile, i, start = gl.program_id(0), 0, 0
     b, h, bh, n0, first, end = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
     while tile < TILES:
@@ -459,11 +461,12 @@ def _consumer(
             gl.minimum(tile, TILES - 1), H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED
         )
         tma.store_wait(0)
-        store_tile(dk_, b, h, first_key, dk * scale, buffer)
-        tma.store_wait(0)
-        store_tile(dv_, b, h, first_key, dv, buffer)
-        tma.store_wait(0)
+        store_tile(dk_, b, h, first_key, dk * scale, out.index(0))
+        if PLACES == 1:
+            tma.store_wait(0)
+        store_tile(dv_, b, h, first_key, dv, out.index(PLACES - 1))
         b, h, i = next_b, next_h, i + 1
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
