@@ -37,12 +37,13 @@ class Score:
         return Score(self.tokens + other.tokens, self.bytes + other.bytes, self.nats + other.nats)
 
     def rates(self) -> dict[str, float]:
-        """Nats and bits a token, their perplexity, and bits a byte, which compares models of different tokenizers."""
+        """Nats and bits a token, their perplexity, and nats and bits a byte, which compare different tokenizers."""
         nats = self.nats / self.tokens
         return {
             "nats_per_token": nats,
             "bits_per_token": nats / math.log(2),
             "perplexity": math.exp(min(nats, 700)),  # a number even where exp overflows
+            "nats_per_byte": self.nats / self.bytes,
             "bits_per_byte": self.nats / self.bytes / math.log(2),
         }
 

@@ -7,7 +7,6 @@ Kernels and parallelism are chosen elsewhere.
 import contextlib
 import logging
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -312,8 +311,15 @@ class Trainer:
         self.loader.close()
 
     def peak_memory_bytes(self) -> int:
-        """Peak memory of the GPU's allocator and memory that GPUs share, or on other devices of the process."""
+        """Peak memory of the GPU's allocator and memory that GPUs share, or on other devices of the process.
+
+        0 where the system does not tell.
+        """
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) + PeerBuffer.held_bytes
+        try:
+            import resource
+        except ImportError:  # not on Unix
+            return 0
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

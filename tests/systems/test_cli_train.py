@@ -249,7 +249,7 @@ def test_a_sample_that_does_not_fit_the_context_is_refused_before_training(
     assert not (folder / "run" / "checkpoints").exists()
 
 
-HIDDEN = "import sys; sys.modules['triton'] = None"
+HIDDEN = "import sys; sys.modules['triton'] = sys.modules['resource'] = None"
 
 
 def test_all_but_kernels_in_triton_can_be_imported_without_it(folder: Path) -> None:

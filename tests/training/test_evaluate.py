@@ -91,7 +91,13 @@ def test_documents_end_also_where_two_blocks_meet() -> None:
 def test_rates() -> None:
     rates = (Score(2, 8, 3 * math.log(2)) + Score(2, 8, 5 * math.log(2))).rates()
     assert rates == pytest.approx(
-        dict(nats_per_token=2 * math.log(2), bits_per_token=2, perplexity=4, bits_per_byte=0.5)
+        dict(
+            nats_per_token=2 * math.log(2),
+            bits_per_token=2,
+            perplexity=4,
+            nats_per_byte=math.log(2) / 2,
+            bits_per_byte=0.5,
+        )
     )
 
 

@@ -164,6 +164,25 @@ def can_use_tma(*tensors: Tensor) -> bool:
     return True
 
 
+def heads_in_cache(tiled: Tensor, looped_over: Tensor, cache_bytes: int) -> int:
+    """How many heads of `tiled` have tensors of the inner loop that fit in so much of the L2 cache.
+
+    tiled: the tensor whose tiles the programs have. looped_over: one of the two tensors of the inner loop. Both are
+    (B, H, N, D).
+    """
+    head_bytes = 2 * looped_over.shape[2] * looped_over.shape[3] * looped_over.element_size()
+    return cache_bytes // head_bytes * tiled.shape[1] // looped_over.shape[1]
+
+
+def heads_on_hopper(in_cache: int, is_causal: bool) -> int:
+    """How many heads Hopper's kernels compute at a time, if so many fit in their part of the cache.
+
+    Causal tiles differ in length, and with 4,096 tokens fewer heads than four are slower. Other tiles have one length,
+    so programs that share a head begin together and read the same rows at the same time.
+    """
+    return max(4, in_cache) if is_causal else 1
+
+
 def visible_pairs(n_q: int, n_k: int, is_causal: bool, window: int | None = None) -> int:
     """The number of (query, key) pairs the mask leaves: N_q N_k, or the sum of min(i + 1, N_k) over queries i < N_q.
 

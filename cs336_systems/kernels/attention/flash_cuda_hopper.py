@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import flash_cuda_build as build
-from .contract import Band, as_4d, can_use_tma, check_qkv
+from .contract import Band, as_4d, can_use_tma, check_qkv, heads_in_cache, heads_on_hopper
 from .function import Saved, new_gradients, new_outputs
 
 CAPABILITY = (9, 0)
@@ -78,13 +78,12 @@ def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[T
 
 
 def _problem(q: Tensor, k: Tensor, looped_over: Tensor, is_causal: bool, band: Band | None) -> "_Problem":
-    """looped_over: q or k, the one whose rows each block loops over. Heads come together as in `flash_triton.py`."""
+    """looped_over: q or k, the one whose rows each block loops over."""
     batch, heads, n_q, head_size = as_4d(q).shape
     key_heads, n_k = as_4d(k).shape[1:3]
     multiprocessors, cache = _card(q.device)
-    head_bytes = 2 * looped_over.shape[-2] * head_size * q.element_size()
-    tiled_heads, looped_heads = (heads, key_heads) if looped_over is k else (key_heads, heads)
-    together = max(4, cache // 8 // head_bytes * tiled_heads // looped_heads) if is_causal else 1
+    tiled = q if looped_over is k else k
+    together = heads_on_hopper(heads_in_cache(as_4d(tiled), as_4d(looped_over), cache // 8), is_causal)
     window = 2**31 - 1 if band is None or band.window is None else min(band.window, n_k)
     return _Problem(batch, heads, key_heads, n_q, n_k, head_size, is_causal, window, together, multiprocessors)
 

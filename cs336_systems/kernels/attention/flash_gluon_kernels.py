@@ -84,15 +84,6 @@ def groups(d_pad: int, has_band: bool) -> int:
     return 3 if d_pad == 64 and not has_band else 2
 
 
-def takes_turns(d_pad: int, has_band: bool) -> bool:
-    """TURNS: where they are faster. Measured: no faster at head size 64, and slower with a window.
-
-    A warpgroup takes a turn for each tile of keys that it sees, but the last. So both must see the same tiles. Without
-    a band they do, because a program's 128 queries begin at a multiple of BN.
-    """
-    return d_pad == 128 and not has_band
-
-
 @gluon.jit
 def _place(tile, H, N_q, TILES, HEADS, GROUPS: gl.constexpr):
     """b, h, bh and the first query of a tile."""
@@ -251,14 +242,17 @@ def _loop(
 
 @gluon.jit
 def _consumer(
-    work, group: gl.constexpr, D_PAD: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    TURNS: gl.constexpr,
-):  # fmt: skip
+    work, group: gl.constexpr, D_PAD: gl.constexpr, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr
+):
     """One warpgroup: o and L of its queries.
 
     The queries may see only some keys of the last tile and, where there is a band, of the first ones: these are masked.
     """
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
+    # Turns are no faster at head size 64, and slower with a window (docs/log.md). A warpgroup takes one for each tile
+    # of keys that it sees, but the last. So both must see the same tiles. Without a band they do, because a program's
+    # 128 queries begin at a multiple of BN.
+    TURNS: gl.constexpr = D_PAD == 128 and BAND == "none"
     descs, buffers, bars, L, _, scale, H, N_q, N_k, band, TILES, HEADS = work
     o_ = descs[3]
     q_buffers, k_buffers, v_buffers, o_buffers, tiles = buffers
@@ -321,7 +315,6 @@ def _consumer(
 def forward_kernel(
     q_, k_, v_, o_, L, COUNTER, DOCUMENT_STARTS, scale, H, N_q, N_k, WINDOW, TILES, HEADS,
     D_PAD: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     """o and L of this program's tiles of queries."""
     dtype: gl.constexpr = q_.dtype
@@ -343,9 +336,9 @@ def forward_kernel(
     if GROUPS == 3:
         gl.warp_specialize(
             [
-                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
-                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
-                (_consumer, (work, 2, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
+                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_consumer, (work, 2, D_PAD, GROUPS, CAUSAL, BAND)),
                 (_producer, (work, GROUPS, G, CAUSAL, BAND)),
             ],
             [4, 4, 1],
@@ -354,8 +347,8 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
-                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND, TURNS)),
+                (_consumer, (work, 0, D_PAD, GROUPS, CAUSAL, BAND)),
+                (_consumer, (work, 1, D_PAD, GROUPS, CAUSAL, BAND)),
                 (_producer, (work, GROUPS, G, CAUSAL, BAND)),
             ],
             [4, 1],

@@ -32,7 +32,7 @@ from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
 from . import flash_gluon_kernels as gluon_forward
 from . import flash_gluon_sums_kernels as gluon_sums
-from .contract import Band, as_4d, band_of, can_use_tma, check_qkv, group_size
+from .contract import Band, as_4d, band_of, can_use_tma, check_qkv, group_size, heads_in_cache, heads_on_hopper
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
 from .flash_triton_tiles import (
@@ -347,7 +347,7 @@ def gluon_launch(
     rows, groups, more = gluon.ROWS, gluon.GROUPS, {}
     if phase == "forward":
         groups = gluon_forward.groups(d_pad, band is not None)
-        more = dict(GROUPS=groups, TURNS=gluon_forward.takes_turns(d_pad, band is not None))
+        more = dict(GROUPS=groups)
         kernel, tiled, looped_over, blocks = gluon_forward.forward_kernel, q, k, _blocks(q, rows, gluon_forward.BN)
     else:
         kernel, tiled, looped_over = gluon_backward.gradients_kernel, k, q
@@ -358,9 +358,7 @@ def gluon_launch(
     tiles = triton.cdiv(tiled.shape[2], groups * rows) * tiled.shape[0] * tiled.shape[1]
     heads = _heads_together(tiled, looped_over, 8)
     if not is_ordered:  # programs that add in turn are far apart, so more heads do not fit into the cache
-        # Causal tiles differ in length, and with 4,096 tokens fewer heads are slower. Other tiles have one length, so
-        # programs that share a head begin together and read the same rows at the same time.
-        heads = max(4, heads) if is_causal else 1
+        heads = heads_on_hopper(heads, is_causal)
     scalars = _scalars(q, k, heads, band)
     return Launch(
         kernel,
@@ -396,16 +394,14 @@ def _kind(band: Band | None) -> str:
 
 
 def _heads_together(tiled: Tensor, looped_over: Tensor, parts: int) -> int:
-    """How many heads of `tiled` have tensors of the inner loop that fit in a part of the L2 cache; at least one.
+    """How many heads fit in a part of the L2 cache (`heads_in_cache`); at least one.
 
-    tiled: the tensor whose tiles the programs have. looped_over: one of the two tensors of the inner loop. Both are
-    (B, H, N, D). The parts of 2 for the Triton kernels and 8 for the Gluon kernels were measured.
+    The parts of 2 for the Triton kernels and 8 for the Gluon kernels were measured.
     """
     if INTERPRET:
         return 2
-    head_bytes = 2 * looped_over.shape[2] * looped_over.shape[3] * looped_over.element_size()
-    fitting = torch.cuda.get_device_properties(looped_over.device).L2_cache_size // parts // head_bytes
-    return max(1, fitting * tiled.shape[1] // looped_over.shape[1])
+    cache_bytes = torch.cuda.get_device_properties(looped_over.device).L2_cache_size
+    return max(1, heads_in_cache(tiled, looped_over, cache_bytes // parts))
 
 
 def _num_multiprocessors(x: Tensor) -> int:
