@@ -227,14 +227,14 @@ def _wait_until_read(left: int) -> None:
         _warps.writes.append(_warps.stores.pop(0)())
 
 
-def _assembly(source: str, *_: Any) -> Tensor:
-    if named := re.match(r"bar\.(sync|arrive) (\d+), (\d+);", source):
-        name, threads = int(named[2]), int(named[3])
+def _assembly(source: str, constraints: str, arguments: Sequence[Tensor], *_: Any) -> Tensor:
+    if named := re.match(r"bar\.(sync|arrive) (\$1|\d+), (\d+);", source):
+        name, threads = arguments[0].unique().item() if arguments else int(named[2]), int(named[3])
         with _changed:
             barrier = _warps.named.setdefault(name, _Barrier(threads))
             assert barrier.arrivals == threads
             phase = barrier.phase
-            barrier.change(128, 0)  # a warpgroup's threads
+            barrier.change(arguments[0].numel() if arguments else 128, 0)  # 128: a warpgroup's threads
             if named[1] == "sync":
                 barrier.wait(phase)
     elif source.startswith("cp.async.bulk.wait_group 0;"):
@@ -334,7 +334,14 @@ def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
 
 def _language() -> types.ModuleType:
     gl = types.ModuleType(f"{_PACKAGE}.language")
-    layouts = ("BlockedLayout", "NVMMASharedLayout", "NVMMADistributedLayout", "SliceLayout", "DotOperandLayout")
+    layouts = (
+        "DistributedLinearLayout",
+        "BlockedLayout",
+        "NVMMASharedLayout",
+        "NVMMADistributedLayout",
+        "SliceLayout",
+        "DotOperandLayout",
+    )
     scalars = torch.as_tensor
     gl.__dict__.update(
         dict.fromkeys(layouts, _Layout),

@@ -270,17 +270,15 @@ def test_the_interpreter_finds_missing_waits_between_heads(fault: str, monkeypat
         check_case(flash_triton.flash_triton, Case(130, 130, 128, leading=(4,), key_heads=1), torch.bfloat16, "cpu")
 
 
-KEYS_READ = "            mbarrier.arrive(k_empty.index(stage_of(step + 1)))\n"
+KEYS_READ = "            release(K_READ, step + 1, GROUPS)\n"
 FORWARD = {
     "keys not waited for": ("    wait_ready(k_ready, step)\n    k =", "    k ="),
     "values not waited for": ("    wait_ready(v_ready, step)\n    return", "    return"),
     "queries overwritten by the next tile's": ("            mbarrier.wait(q_empty.index(group), i & 1 ^ 1)\n", ""),
     "o overwritten before TMA has read it": ("        tma.store_wait(0)  # the tile before has left the buffer\n", ""),
-    "keys of other warpgroups never released": (
-        "        mbarrier.arrive(k_empty.index(stage_of(step)))\n        wait",
-        "        wait",
-    ),
-    "values of other warpgroups never released": ("        mbarrier.arrive(v_empty.index(stage_of(step)))\n\n", "\n"),
+    "keys of other warpgroups never released": ("        release(K_READ, step, GROUPS)\n        wait", "        wait"),
+    "values of other warpgroups never released": ("        release(V_READ, step, GROUPS)\n\n", "\n"),
+    "keys and values overwritten too early": ("    wait_released(read, step, GROUPS)\n", ""),
     "the turn never passed on": ("            pass_turn(1 - group)\n", "            pass\n"),
     "keys released before they are read, with turns": (
         f"        s = warpgroup_mma_wait(1, [scores])\n        if TURNS:\n{KEYS_READ}",

@@ -69,6 +69,7 @@ from .flash_gluon_common import (
     place,
     query_head,
     read_count,
+    release,
     stage_of,
     store_tile,
     take_tile,
@@ -77,8 +78,10 @@ from .flash_gluon_common import (
     wait_for_count,
     wait_for_memory,
     wait_ready,
+    wait_released,
 )
 
+_FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _ROWS, _GROUPS = gl.constexpr(ROWS), gl.constexpr(GROUPS)
 _TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
 """How the threads of a warpgroup divide 64 x 64 numbers."""
@@ -135,7 +138,10 @@ def _producer(
             for t in range(first, end):
                 step = start + t - first
                 stage, row = stage_of(step), t * QUERIES
-                wait_empty(empty, step)
+                if D_PAD == 64:
+                    wait_empty(empty, step)
+                else:
+                    wait_released(6, step, _GROUPS)
                 bar = ready.index(stage)
                 mbarrier.expect(bar, 2 * (q_.block_type.nbytes + INITIAL.block_type.nbytes))
                 load_tile(q_, b, q_h, row, q_buffers.index(stage), bar)
@@ -184,14 +190,40 @@ def _probabilities(s, first_key, m0, limit, sc, N_k, CAUSAL: gl.constexpr, BAND:
 
 
 @gluon.jit
-def _start_dq(k, ds_buffers, ds_ready, step, group: gl.constexpr):
+def _slot(ds_buffers, n):
+    """The buffer of the n-th dS."""
+    return ds_buffers.index(n & (ds_buffers.shape[0] - 1))
+
+
+@gluon.jit
+def _tell(ds_ready, n, group: gl.constexpr, D_PAD: gl.constexpr):
+    """A warpgroup has stored its part of the n-th dS."""
+    if D_PAD == 64:
+        mbarrier.arrive(ds_ready.index(stage_of(n)))
+    else:
+        number = gl.full([128], 8 + 4 * group + (n & 3), gl.int32, _FOUR_WARPS)
+        gl.inline_asm_elementwise("bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1)
+
+
+@gluon.jit
+def _wait_told(ds_ready, n, group: gl.constexpr, D_PAD: gl.constexpr):
+    """Wait until the n-th dS is complete."""
+    if D_PAD == 64:
+        wait_ready(ds_ready, n)
+    else:
+        number = gl.full([128], 8 + 4 * (1 - group) + (n & 3), gl.int32, _FOUR_WARPS)
+        gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1)
+
+
+@gluon.jit
+def _start_dq(k, ds_buffers, ds_ready, step, group: gl.constexpr, D_PAD: gl.constexpr):
     """Start a warpgroup's block of dq of the tile before: 64 of 128 queries, or 64 of 128 columns."""
-    ds, k = ds_buffers.index(stage_of(step)), _here(k)
+    ds, k = _slot(ds_buffers, step), _here(k)
     if ds.shape[1] == 128:
         ds = ds.slice(group * 64, 64, 1)
     else:
         k = k.slice(group * 64, 64, 1)
-    wait_ready(ds_ready, step)
+    _wait_told(ds_ready, step, group, D_PAD)
     zeros = gl.zeros([64, 64], gl.float32, _TILE)
     return warpgroup_mma(ds.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
 
@@ -277,13 +309,13 @@ def _loop_in_halves(
         dp = warpgroup_mma_wait(0, [dp])
         ds = (p * dp).to(q.dtype)
         wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
-        ds_buffer = ds_buffers.index(stage_of(step + passes + 1)).slice(group * _ROWS, _ROWS)
+        ds_buffer = _slot(ds_buffers, step + passes + 1).slice(group * _ROWS, _ROWS)
         ds_buffer.slice(0, 64, 1).store(ds)
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do1, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q1, dk, is_async=True)
         s = _start_tile(own_k, q2, s_initial.index(stage).slice(64, 64))
         dp = _start_tile(own_v, do2, dp_initial.index(stage).slice(64, 64))
-        dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group)
+        dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group, 64)
         s, dv, dk = warpgroup_mma_wait(2, [s, dv, dk])
         p = _probabilities(s, first_key, t * 128 + 64, limit, sc, N_k, CAUSAL, BAND, MASKED)
         dp = warpgroup_mma_wait(1, [dp])
@@ -324,11 +356,10 @@ def _loop(
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, [dp])
         ds = (p * dp).to(q.dtype)
-        wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
-        ds_buffers.index(stage_of(step + passes + 1)).slice(group * _ROWS, _ROWS).store(ds)
+        _slot(ds_buffers, step + passes + 1).slice(group * _ROWS, _ROWS).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_ready.index(stage_of(step + passes + 1)))
-        dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group)
+        _tell(ds_ready, step + passes + 1, group, 128)
+        dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group, 128)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, [dq, dv])
         if t > first:
@@ -336,7 +367,7 @@ def _loop(
             turn = _turn(t - 1, first_key, N_k, 64, CAUSAL)
             _add_to_dq(descs[7], ADDED, dq_block + (t - 1) * _GROUPS, dq_buffers.index(group), seen, turn, ORDERED)
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
-        mbarrier.arrive(empty.index(stage))
+        release(6, step, _GROUPS)
     return dk, dv
 
 
@@ -354,7 +385,9 @@ def _consumer(
     all_k, _, q_buffers, _, _, _, ds_buffers, dq_buffers, tiles = buffers
     tile_ready, kv_ready, kv_empty, _, empty, ds_ready = bars
     QUERIES: gl.constexpr = q_buffers.shape[1]
-    buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
+    # dk and dv leave by way of the buffer of dq: at the same time where it has place for two tiles of 16 bits.
+    PLACES: gl.constexpr = 128 // D_PAD
+    out = viewed_as(dq_buffers.index(group), dk_.dtype, [PLACES, _ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
     tile, i, start = gl.program_id(0), 0, 0
     b, h, bh, n0, first, end = _place(tile, H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED)
     while tile < TILES:
@@ -369,13 +402,15 @@ def _consumer(
             passes = i * G + g
             dq_block = query_head(bh, g, G) * gl.cdiv(N_q, BLOCK) * (D_PAD // 32) + group
             if g > 0:  # both groups have read the dS before the last one; for the first head kv_ready has waited for it
-                wait_empty(empty, start + 1)
+                if D_PAD == 64:
+                    wait_empty(empty, start + 1)
             # The first tile of queries has no tile before it: the loop multiplies these zeros instead.
             zeros = gl.zeros([_ROWS, QUERIES], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16]))
-            ds_buffers.index(stage_of(start + passes)).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
-            fence_async_shared()
-            mbarrier.arrive(ds_ready.index(stage_of(start + passes)))
-            if g > 0:  # both groups have read the last dS
+            if D_PAD == 64 or end > first:
+                _slot(ds_buffers, start + passes).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
+                fence_async_shared()
+                _tell(ds_ready, start + passes, group, D_PAD)
+            if D_PAD == 64 and g > 0:  # both groups have read the last dS
                 wait_ready(ds_ready, start + passes)
             k = all_k
             if D_PAD == 64 and not COPIES_OPERANDS:
@@ -409,7 +444,7 @@ def _consumer(
                     turn = _turn(end - 2, first_key, N_k, QUERIES, CAUSAL)
                     seen = _added(ADDED, before, ORDERED)
                     _add_to_dq(DQ, ADDED, before, dq_buffers.index(group), seen, turn, ORDERED)
-                dq = _start_dq(all_k, ds_buffers, ds_ready, start + passes, group)
+                dq = _start_dq(all_k, ds_buffers, ds_ready, start + passes, group, D_PAD)
                 dq = warpgroup_mma_wait(0, [dq])
                 _store_dq(dq, dq_buffers.index(group), ADDED + before, end > first + 1, ORDERED)
                 turn = _turn(end - 1, first_key, N_k, QUERIES, CAUSAL)
@@ -426,11 +461,12 @@ def _consumer(
             gl.minimum(tile, TILES - 1), H, N_q, N_k, band, TILES, HEADS, QUERIES, G, CAUSAL, BAND, ORDERED
         )
         tma.store_wait(0)
-        store_tile(dk_, b, h, first_key, dk * scale, buffer)
-        tma.store_wait(0)
-        store_tile(dv_, b, h, first_key, dv, buffer)
-        tma.store_wait(0)
+        store_tile(dk_, b, h, first_key, dk * scale, out.index(0))
+        if PLACES == 1:
+            tma.store_wait(0)
+        store_tile(dv_, b, h, first_key, dv, out.index(PLACES - 1))
         b, h, i = next_b, next_h, i + 1
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -449,7 +485,7 @@ def gradients_kernel(
     do_buffers = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D_PAD], shared)
     s_initial = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     dp_initial = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
-    ds_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, QUERIES], shared)
+    ds_buffers = gl.allocate_shared_memory(dtype, [2 if D_PAD == 64 else 4, BLOCK, QUERIES], shared)
     dq_buffers = gl.allocate_shared_memory(gl.float32, [_GROUPS, 128, 32], gl.NVMMASharedLayout(128, 32, 2))
     tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 32], plain)
     tile_ready = barriers(STAGES, 1)

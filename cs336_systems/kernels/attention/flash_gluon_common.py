@@ -79,6 +79,8 @@ _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LOG2_E = gl.constexpr(math.log2(math.e))
 STAGES = gl.constexpr(2)
+K_READ, V_READ, TURN = gl.constexpr(8), gl.constexpr(10), gl.constexpr(12)
+"""The first of the named barriers for the stages of K and V, and for turns. Triton uses those below."""
 
 
 @gluon.jit
@@ -193,15 +195,37 @@ def next_tile(tiles, tile_ready, i):
 def wait_for_turn(group: gl.constexpr):
     """Wait until the other warpgroup has passed the turn to this one.
 
-    A named barrier, where one of them waits and the other only arrives. Triton uses those with low numbers.
+    A named barrier, where one of them waits and the other only arrives.
     """
-    gl.inline_asm_elementwise(f"bar.sync {12 + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+    gl.inline_asm_elementwise(f"bar.sync {TURN + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
 def pass_turn(group: gl.constexpr):
     """Give the turn to a warpgroup, without waiting for it."""
-    gl.inline_asm_elementwise(f"bar.arrive {12 + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+    gl.inline_asm_elementwise(f"bar.arrive {TURN + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def release(read: gl.constexpr, step, GROUPS: gl.constexpr):
+    """A warpgroup has read the stage of a step.
+
+    At a named barrier its warps need not wait for each other, as Triton makes them before they arrive at an mbarrier.
+    """
+    number = gl.full([128], read + stage_of(step), gl.int32, _FOUR_WARPS)
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {128 * GROUPS + 32}; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def wait_released(read: gl.constexpr, step, GROUPS: gl.constexpr):
+    """The loading warp waits until all warpgroups have read the stage of a step, in its round before."""
+    if step >= STAGES:
+        number = gl.full([32], read + stage_of(step), gl.int32, _ONE_WARP)
+        gl.inline_asm_elementwise(
+            f"bar.sync $1, {128 * GROUPS + 32}; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1
+        )
 
 
 @gluon.jit

@@ -36,12 +36,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .flash_gluon_common import (
+    K_READ,
     LENGTHS,
     LOG2_E,
     REGISTERS,
     REGISTERS_OF_THREE,
     ROWS,
     STAGES,
+    V_READ,
     apart,
     barriers,
     first_key,
@@ -50,12 +52,13 @@ from .flash_gluon_common import (
     next_tile,
     pass_turn,
     place,
+    release,
     stage_of,
     store_tile,
     take_tile,
-    wait_empty,
     wait_for_turn,
     wait_ready,
+    wait_released,
 )
 
 BN = 128
@@ -63,6 +66,12 @@ _ROWS, _BN = gl.constexpr(ROWS), gl.constexpr(BN)
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
 """How the threads of a warpgroup divide a tile of scores."""
 _ROW, _COLUMN = gl.constexpr(gl.SliceLayout(1, _SCORES.value)), gl.constexpr(gl.SliceLayout(0, _SCORES.value))
+_SUMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 8]
+    )
+)
+"""How a warpgroup divides sums of every eighth column of _SCORES: each thread has those of its own columns."""
 _LN_2 = gl.constexpr(math.log(2))
 
 
@@ -101,9 +110,9 @@ def _seen(m0, rows: gl.constexpr, b, N_k, band, CAUSAL: gl.constexpr, BAND: gl.c
 
 
 @gluon.jit
-def _load_next(desc, b, h, row, buffers, ready, empty, step):
+def _load_next(desc, b, h, row, buffers, ready, read: gl.constexpr, step, GROUPS: gl.constexpr):
     """Have TMA fill the stage of a step, as soon as the stage has been read."""
-    wait_empty(empty, step)
+    wait_released(read, step, GROUPS)
     bar = ready.index(stage_of(step))
     mbarrier.expect(bar, desc.block_type.nbytes)
     load_tile(desc, b, h, row, buffers.index(stage_of(step)), bar)
@@ -115,13 +124,13 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
     descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, band, TILES, HEADS = work
     q_, k_, v_, _ = descs
     q_buffers, k_buffers, v_buffers, _, tiles = buffers
-    tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = bars
+    tile_ready, q_ready, q_empty, k_ready, v_ready = bars
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
         b, h, _bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
         begin, _inner, end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
         kv_head = key_head(h, G)
-        _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, k_empty, start)
+        _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, K_READ, start, GROUPS)
         for group in gl.static_range(GROUPS - 1, -1, -1):  # causal: the last one sees the keys that come first
             mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
             bar = q_ready.index(group)
@@ -129,10 +138,10 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
             load_tile(q_, b, h, m0 + group * _ROWS, q_buffers.index(group), bar)
         for j in range(end - 1, begin, -1):
             step = start + end - 1 - j
-            _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, k_empty, step + 1)
-            _load_next(v_, b, kv_head, j * _BN, v_buffers, v_ready, v_empty, step)
+            _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, K_READ, step + 1, GROUPS)
+            _load_next(v_, b, kv_head, j * _BN, v_buffers, v_ready, V_READ, step, GROUPS)
         start += end - begin
-        _load_next(v_, b, kv_head, begin * _BN, v_buffers, v_ready, v_empty, start - 1)
+        _load_next(v_, b, kv_head, begin * _BN, v_buffers, v_ready, V_READ, start - 1, GROUPS)
         tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
 
@@ -154,14 +163,14 @@ def _start_output(p, acc, v_buffers, v_ready, step):
 
 
 @gluon.jit
-def _pass_over(bars, lo, hi):
+def _pass_over(bars, lo, hi, GROUPS: gl.constexpr):
     """The steps from lo to hi, whose keys only other warpgroups see: free the stages."""
-    _, _, _, k_ready, k_empty, v_ready, v_empty = bars
+    _, _, _, k_ready, v_ready = bars
     for step in range(lo, hi):
         wait_ready(k_ready, step)
-        mbarrier.arrive(k_empty.index(stage_of(step)))
+        release(K_READ, step, GROUPS)
         wait_ready(v_ready, step)
-        mbarrier.arrive(v_empty.index(stage_of(step)))
+        release(V_READ, step, GROUPS)
 
 
 @gluon.jit
@@ -186,7 +195,9 @@ def _softmax(
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far is above -inf; -inf - -inf is NaN
     p = gl.exp2(s * sc - shift[:, None])
     alpha = gl.exp2(m - shift)
-    return p, alpha, total * alpha + gl.sum(p, 1), m_new
+    # Each thread adds up its own columns. The four threads of a row meet after the last tile.
+    sums = gl.convert_layout(gl.sum(p.reshape([_ROWS, _BN // 8, 8]), 1), _SUMS)
+    return p, alpha, total * gl.convert_layout(alpha, gl.SliceLayout(1, _SUMS))[:, None] + sums, m_new
 
 
 @gluon.jit
@@ -200,7 +211,7 @@ def _loop(
     with v.
     """
     _, k_buffers, v_buffers, _, _ = buffers
-    _, q_ready, _, k_ready, k_empty, v_ready, v_empty = bars
+    _, q_ready, _, k_ready, v_ready = bars
     for j in range(hi - 1, lo - 1, -1):
         step = base - 2 - j  # of tile j + 1
         if TURNS:
@@ -211,8 +222,9 @@ def _loop(
             pass_turn(1 - group)
         s = warpgroup_mma_wait(1, [scores])
         if TURNS:
-            mbarrier.arrive(k_empty.index(stage_of(step + 1)))
+            release(K_READ, step + 1, GROUPS)
             acc = warpgroup_mma_wait(0, [output])
+            release(V_READ, step, GROUPS)
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, False)
         if not TURNS:
             if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
@@ -221,9 +233,9 @@ def _loop(
             # barrier. Without this wait it would wait for the product before it computes the exponentials.
             mbarrier.wait(q_ready.index(group), i & 1)
             acc, p_next = warpgroup_mma_wait(0, [output, p_next])
-            mbarrier.arrive(k_empty.index(stage_of(step + 1)))
+            release(K_READ, step + 1, GROUPS)
+            release(V_READ, step, GROUPS)
         p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        mbarrier.arrive(v_empty.index(stage_of(step)))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
     return p, acc, total, m
 
@@ -244,7 +256,7 @@ def _consumer(
     descs, buffers, bars, L, _, scale, H, N_q, N_k, band, TILES, HEADS = work
     o_ = descs[3]
     q_buffers, k_buffers, v_buffers, o_buffers, tiles = buffers
-    tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = bars
+    tile_ready, q_ready, q_empty, k_ready, v_ready = bars
     sc = scale * LOG2_E
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
     if TURNS and group == 1:
@@ -255,18 +267,20 @@ def _consumer(
         first_row = m0 + group * _ROWS
         tile_begin, _inner, tile_end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
         begin, inner, end = _seen(first_row, _ROWS, b, N_k, band, CAUSAL, BAND)
+        if GROUPS == 3:  # a warpgroup whose queries are beyond the last one need not see more than a tile of keys
+            end = gl.where(first_row < N_q, end, 1)
         limit = first_row
         if BAND != "none":
             limit = first_key(first_row + gl.arange(0, _ROWS, _ROW), b, band, N_k, BAND)
         base = start + tile_end  # tile j of the keys has step base - 1 - j
-        _pass_over(bars, start, base - end)
+        _pass_over(bars, start, base - end, GROUPS)
         start = base - end
         mbarrier.wait(q_ready.index(group), i & 1)
         scores = _start_scores(q, k_buffers, k_ready, start)
         s = warpgroup_mma_wait(0, [scores])
-        mbarrier.arrive(k_empty.index(stage_of(start)))
+        release(K_READ, start, GROUPS)
         acc = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
-        total = gl.zeros([_ROWS], gl.float32, _ROW)
+        total = gl.zeros([_ROWS, 8], gl.float32, _SUMS)
         m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
         p, _alpha, total, m = _softmax(s, total, m, first_row, (end - 1) * _BN, limit, sc, N_k, CAUSAL, BAND, True)
         p = gl.convert_layout(p.to(o_.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
@@ -283,9 +297,10 @@ def _consumer(
         mbarrier.arrive(q_empty.index(group))
         output = _start_output(p, acc, v_buffers, v_ready, start - 1)
         acc = warpgroup_mma_wait(0, [output])
-        mbarrier.arrive(v_empty.index(stage_of(start - 1)))
-        _pass_over(bars, start, base - tile_begin)
+        release(V_READ, start - 1, GROUPS)
+        _pass_over(bars, start, base - tile_begin, GROUPS)
         start = base - tile_begin
+        total = gl.convert_layout(gl.sum(total, 1), _ROW)
         rows = first_row + gl.arange(0, _ROWS, _ROW)
         gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
         o = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -311,12 +326,11 @@ def forward_kernel(
     tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 32], gl.NVMMASharedLayout(0, 32, 1))
     tile_ready = barriers(STAGES, 1)
     q_ready, q_empty = barriers(GROUPS, 1), barriers(GROUPS, 1)
-    k_ready, k_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
-    v_ready, v_empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    k_ready, v_ready = barriers(STAGES, 1), barriers(STAGES, 1)
     fence_async_shared()
     descs = (q_, k_, v_, o_)
     buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tiles)
-    bars = (tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    bars = (tile_ready, q_ready, q_empty, k_ready, v_ready)
     band = (DOCUMENT_STARTS, DOCUMENT_STARTS, WINDOW)  # the ends are not used
     work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, band, TILES, HEADS)
     if GROUPS == 3:

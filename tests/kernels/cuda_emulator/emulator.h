@@ -112,6 +112,12 @@ inline uint32_t __shfl_sync(unsigned, uint32_t x, uint32_t lane) {
     return out;
 }
 
+inline bool __any_sync(unsigned, bool x) {
+    float any = x;
+    for (int mask = 1; mask < 32; mask *= 2) any = fmaxf(any, __shfl_xor_sync(0xffffffff, any, mask));
+    return any != 0;
+}
+
 inline int atomicAdd(int* to, int x) {  // one thread runs at a time
     const int before = *to;
     *to += x;

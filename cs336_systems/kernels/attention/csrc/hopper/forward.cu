@@ -37,6 +37,7 @@ struct Forward {
     static constexpr int ROWS = 64, KEYS = 128, STAGES = 2;
     static constexpr int GROUPS = HEAD == 64 ? 3 : 2;  // warpgroups that compute
     static constexpr int TILE = GROUPS * ROWS;
+    static constexpr float SLACK = 8;
     static constexpr int THREADS = 128 * (GROUPS + 1);
     static constexpr int REGISTERS = GROUPS == 3 ? 160 : 240, LOADING_REGISTERS = GROUPS == 3 ? 32 : 24;
 
@@ -166,10 +167,11 @@ __device__ inline void compute(const Parameters& x, int group) {
         const Place<HEAD> place(x, tile);
         const int query0 = place.query0 + group * F::ROWS, row = query0 + 16 * warp + lane / 4;
 
-        // The warpgroup's tiles of keys are from begin to before end. All its rows see all keys of the tiles from
-        // `whole` on, except for the last tile. This thread's rows h = 0, 1 see the keys first[h] to last[h].
+        // The warpgroup's tiles of keys are from begin to before end; one tile if its rows are beyond the last query. All
+        // its rows see all keys of the tiles from `whole` on, except for the last tile. This thread's rows h = 0, 1 see
+        // the keys first[h] to last[h].
         const int begin = x.first_key(place.batch, query0) / F::KEYS;
-        const int end = ceil_div(x.end_of_keys(query0 + F::ROWS), F::KEYS);
+        const int end = query0 < x.n_q ? ceil_div(x.end_of_keys(query0 + F::ROWS), F::KEYS) : begin + 1;
         const int whole = min(ceil_div(x.first_key(place.batch, query0 + F::ROWS - 1), F::KEYS), end - 1);
         int first[2], last[2];
 #pragma unroll
@@ -200,7 +202,8 @@ __device__ inline void compute(const Parameters& x, int group) {
                 multiply_registers<T, true>(o, p[n], F::v(step).over_rows(n), true);
             commit_products();
         };
-        // The online softmax: s becomes probabilities. With a new maximum, the sums so far shrink by 2^(old - new).
+        // The online softmax: s becomes probabilities. With a new maximum, the sums so far shrink by 2^(old - new). A score
+        // may be above the maximum by up to SLACK, so that the sums seldom have to: its probability is at most 2^SLACK.
         const auto softmax = [&](int key0, bool is_masked) {
             if (is_masked) {
 #pragma unroll
@@ -215,7 +218,8 @@ __device__ inline void compute(const Parameters& x, int group) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const float before = largest[h];
-                largest[h] = fmaxf(before, max_of_row(top[h]) * scale_log2);
+                const float found = max_of_row(top[h]) * scale_log2;
+                if (found > before + F::SLACK) largest[h] = found;
                 // While no score is finite: -inf - -inf is no number, but -inf - 0 gives 2^-inf = 0.
                 top[h] = largest[h] == -INFINITY ? 0.0f : largest[h];
                 shrink[h] = exp2_fast(before - top[h]);
@@ -259,8 +263,9 @@ __device__ inline void compute(const Parameters& x, int group) {
             claim(o);
             release(F::v_empty(step));
             pack_probabilities();
+            if (__any_sync(0xffffffff, shrink[0] < 1.0f || shrink[1] < 1.0f))
 #pragma unroll
-            for (int e = 0; e < HEAD / 2; e++) o[e] *= shrink[e / 2 % 2];
+                for (int e = 0; e < HEAD / 2; e++) o[e] *= shrink[e / 2 % 2];
             step++;
         };
 
