@@ -86,7 +86,7 @@ class Hopper:
 
 
 EXPONENTIAL, WAIT_FOR_PRODUCTS = "MUFU.EX2", "DEPBAR.LE gsb0, "
-TURN = re.compile(r"BAR\.SYNC\S* 0x([cd]), 0x100 ;(.*?)BAR\.ARV 0x([cd]), 0x100 ;", re.DOTALL)
+TURN = re.compile(r"BAR\.SYNC\S* 0x([ab]), 0x100 ;(.*?)BAR\.ARV 0x([ab]), 0x100 ;", re.DOTALL)
 """From the wait for a turn to where it is passed on."""
 SPILLED = 33
 """The most loads and stores of spilled registers in a loop, with documents or in order: Triton 3.9. Elsewhere none."""
@@ -174,7 +174,7 @@ def compile_gluon() -> None:
             if phase == "forward" and flash_triton.padded_head_size(d) == 128 and band is None:
                 # In its turn, a warpgroup starts two products, of 8 instructions each, and waits for neither.
                 turns = TURN.findall(listed(compiled.asm["cubin"]))
-                assert sorted((taken, passed) for taken, _, passed in turns) == [("c", "d"), ("d", "c")], case
+                assert sorted((taken, passed) for taken, _, passed in turns) == [("a", "b"), ("b", "a")], case
                 started = [(code.count("HGMMA"), code.count(WAIT_FOR_PRODUCTS)) for _, code, _ in turns]
                 assert started == [(16, 0), (16, 0)], (case, started)
             elif phase == "forward":

@@ -150,26 +150,47 @@ def test_pytorchs_flag_makes_the_backward_pass_deterministic(is_set: bool, monke
 
 
 FAULTS = {
-    "no fence before the dS is read": (" fence_async_shared()\n        mbarrier.arrive(ds", " mbarrier.arrive(ds"),
+    "no fence before the dS is read": (" fence_async_shared()\n        _tell(", " _tell("),
     "no fence before TMA reads dQ": ("    fence_async_shared()\n    if ORDERED", "    if ORDERED"),
     "dQ overwritten before TMA has read it": ("    tma.store_wait(0)\n    buffer.store(_", "    buffer.store(_"),
-    "dS of the other group not waited for": ("    wait_ready(ds_ready, step)\n", ""),
-    "dS overwritten before both groups have read it": ("        wait_empty(empty, step + 1)  #", "        #"),
+    "dS of the other group not waited for": ("    _wait_told(ds_ready, step, group, D_PAD)\n", ""),
     "keys overwritten by the next tile's": ("        mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)\n", ""),
     "queries not waited for": ("        wait_ready(ready, step)\n", ""),
-    "queries overwritten too early": ("wait_empty(empty, step)\n                bar", "bar"),
-    "a stage never released": ("        mbarrier.arrive(empty.index(stage))\n", ""),
     "scores used before they are there": ("s = warpgroup_mma_wait(1, [s])", "s = warpgroup_mma_wait(2, [s])"),
+}
+FAULTS_BY_HEAD_SIZE = {
+    64: {
+        "dS overwritten before both groups have read it": ("        wait_empty(empty, step + 1)  #", "        #"),
+        "queries overwritten too early": (
+            "                    wait_empty(empty, step)\n",
+            "                    pass\n",
+        ),
+        "a stage never released": ("        mbarrier.arrive(empty.index(stage))\n", ""),
+    },
+    128: {
+        "dS overwritten before the other group has read it": ("[2 if D_PAD == 64 else 4, ", "[2, "),
+        "queries overwritten too early": (
+            "                    wait_released(_READ, step, _GROUPS)\n",
+            " " * 20 + "pass\n",
+        ),
+        "a stage never released": ("        release(_READ, step, _GROUPS)\n", ""),
+    },
 }
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("d", [pytest.param(64, marks=pytest.mark.slow), 128])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_interpreter_finds_missing_waits(fault: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "d, fault",
+    [
+        pytest.param(d, fault, marks=[pytest.mark.slow] if d == 64 and fault in FAULTS else [])
+        for d, of_head_size in FAULTS_BY_HEAD_SIZE.items()
+        for fault in FAULTS | of_head_size
+    ],
+)
+def test_the_interpreter_finds_missing_waits(d: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon_interpreter, "PATIENCE", 0.5)
     monkeypatch.setattr(gluon_interpreter, "LAG", 0.002)
-    launch_in_gluon(monkeypatch, FAULTS[fault])
+    launch_in_gluon(monkeypatch, (FAULTS | FAULTS_BY_HEAD_SIZE[d])[fault])
     with pytest.raises(AssertionError):
         check_case(flash_triton.flash_triton, Case(450, 300, d, leading=()), torch.bfloat16, "cpu")
 
@@ -267,19 +288,19 @@ def test_the_interpreter_finds_missing_waits_between_heads(fault: str, monkeypat
     monkeypatch.setattr(gluon_interpreter, "LAG", 0.02)
     launch_in_gluon(monkeypatch, (BETWEEN_HEADS[fault], "                pass\n"))
     with pytest.raises(AssertionError):
-        check_case(flash_triton.flash_triton, Case(130, 130, 128, leading=(4,), key_heads=1), torch.bfloat16, "cpu")
+        check_case(flash_triton.flash_triton, Case(130, 130, 64, leading=(4,), key_heads=1), torch.bfloat16, "cpu")
 
 
-KEYS_READ = "            release(K_READ, step + 1, GROUPS)\n"
+KEYS_READ = "            release(_K_READ, step + 1, GROUPS)\n"
 FORWARD = {
     "keys not waited for": ("    wait_ready(k_ready, step)\n    k =", "    k ="),
     "values not waited for": ("    wait_ready(v_ready, step)\n    return", "    return"),
     "queries overwritten by the next tile's": ("            mbarrier.wait(q_empty.index(group), i & 1 ^ 1)\n", ""),
     "o overwritten before TMA has read it": ("        tma.store_wait(0)  # the tile before has left the buffer\n", ""),
-    "keys of other warpgroups never released": ("        release(K_READ, step, GROUPS)\n        wait", "        wait"),
-    "values of other warpgroups never released": ("        release(V_READ, step, GROUPS)\n\n", "\n"),
+    "keys of other warpgroups never released": ("        release(_K_READ, step, GROUPS)\n        wait", "        wait"),
+    "values of other warpgroups never released": ("        release(_V_READ, step, GROUPS)\n\n", "\n"),
     "keys and values overwritten too early": ("    wait_released(read, step, GROUPS)\n", ""),
-    "the turn never passed on": ("            pass_turn(1 - group)\n", "            pass\n"),
+    "the turn never passed on": ("            arrive(_TURN + 1 - group, 256)\n", "            pass\n"),
     "keys released before they are read, with turns": (
         f"        s = warpgroup_mma_wait(1, [scores])\n        if TURNS:\n{KEYS_READ}",
         f"        if TURNS:\n{KEYS_READ}        s = warpgroup_mma_wait(1, [scores])\n        if TURNS:\n",

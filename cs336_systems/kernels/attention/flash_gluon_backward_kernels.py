@@ -19,6 +19,9 @@ Where D_PAD is 64 a tile is twice as long and has two halves, a and b, so that t
     matrix units     S a, dP a .... | dV a, dK a, S b, dP b, dQ' | dV b, dK b .........
     threads          (wait for S a) | P a, dS a  | P b, dS b     | store dQ'; TMA adds it beside S a of the next tile
 
+With four dS in shared memory, where D_PAD is 128, a warpgroup may write the next one without a question: the other
+has read what was there before. There is no place for four where D_PAD is 64; a warpgroup waits until both have read.
+
 Three kernels run one after the other: `gradients_kernel` is the loop; the two of `flash_gluon_sums_kernels.py` fill
 INITIAL and clear DQ before it, and scale and round DQ after it.
 
@@ -60,6 +63,8 @@ from .flash_gluon_common import (
     add_out,
     after_query,
     apart,
+    arrive,
+    arrive_and_wait,
     barrier,
     barriers,
     copy_in,
@@ -81,11 +86,12 @@ from .flash_gluon_common import (
     wait_released,
 )
 
-_FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _ROWS, _GROUPS = gl.constexpr(ROWS), gl.constexpr(GROUPS)
 _TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
 """How the threads of a warpgroup divide 64 x 64 numbers."""
 _KEY, _QUERY = gl.constexpr(gl.SliceLayout(1, _TILE.value)), gl.constexpr(gl.SliceLayout(0, _TILE.value))
+_READ, _STORED = gl.constexpr(6), gl.constexpr(8)
+"""The first of the named barriers: two for the stages, and four for the dS of each warpgroup."""
 DQ_BLOCK = [128, 32]
 """A block of DQ, 64 x 64 numbers, has this shape."""
 
@@ -141,7 +147,7 @@ def _producer(
                 if D_PAD == 64:
                     wait_empty(empty, step)
                 else:
-                    wait_released(6, step, _GROUPS)
+                    wait_released(_READ, step, _GROUPS)
                 bar = ready.index(stage)
                 mbarrier.expect(bar, 2 * (q_.block_type.nbytes + INITIAL.block_type.nbytes))
                 load_tile(q_, b, q_h, row, q_buffers.index(stage), bar)
@@ -190,9 +196,9 @@ def _probabilities(s, first_key, m0, limit, sc, N_k, CAUSAL: gl.constexpr, BAND:
 
 
 @gluon.jit
-def _slot(ds_buffers, n):
+def _ds(ds_buffers, n):
     """The buffer of the n-th dS."""
-    return ds_buffers.index(n & (ds_buffers.shape[0] - 1))
+    return ds_buffers.index(stage_of(n, ds_buffers.shape[0]))
 
 
 @gluon.jit
@@ -201,24 +207,22 @@ def _tell(ds_ready, n, group: gl.constexpr, D_PAD: gl.constexpr):
     if D_PAD == 64:
         mbarrier.arrive(ds_ready.index(stage_of(n)))
     else:
-        number = gl.full([128], 8 + 4 * group + (n & 3), gl.int32, _FOUR_WARPS)
-        gl.inline_asm_elementwise("bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1)
+        arrive(_STORED + 4 * group + stage_of(n, 4), 256)
 
 
 @gluon.jit
 def _wait_told(ds_ready, n, group: gl.constexpr, D_PAD: gl.constexpr):
-    """Wait until the n-th dS is complete."""
+    """Wait until the other warpgroup has stored its part of the n-th dS."""
     if D_PAD == 64:
         wait_ready(ds_ready, n)
     else:
-        number = gl.full([128], 8 + 4 * (1 - group) + (n & 3), gl.int32, _FOUR_WARPS)
-        gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1)
+        arrive_and_wait(_STORED + 4 * (1 - group) + stage_of(n, 4), 256)
 
 
 @gluon.jit
 def _start_dq(k, ds_buffers, ds_ready, step, group: gl.constexpr, D_PAD: gl.constexpr):
     """Start a warpgroup's block of dq of the tile before: 64 of 128 queries, or 64 of 128 columns."""
-    ds, k = _slot(ds_buffers, step), _here(k)
+    ds, k = _ds(ds_buffers, step), _here(k)
     if ds.shape[1] == 128:
         ds = ds.slice(group * 64, 64, 1)
     else:
@@ -309,7 +313,7 @@ def _loop_in_halves(
         dp = warpgroup_mma_wait(0, [dp])
         ds = (p * dp).to(q.dtype)
         wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
-        ds_buffer = _slot(ds_buffers, step + passes + 1).slice(group * _ROWS, _ROWS)
+        ds_buffer = _ds(ds_buffers, step + passes + 1).slice(group * _ROWS, _ROWS)
         ds_buffer.slice(0, 64, 1).store(ds)
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do1, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q1, dk, is_async=True)
@@ -324,7 +328,7 @@ def _loop_in_halves(
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do2, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q2, dk, is_async=True)
         fence_async_shared()
-        mbarrier.arrive(ds_ready.index(stage_of(step + passes + 1)))
+        _tell(ds_ready, step + passes + 1, group, 64)
         dq = warpgroup_mma_wait(2, [dq])
         _store_dq(dq, dq_buffers.index(group), ADDED + dq_block + (t - 2) * _GROUPS, t > first + 1, ORDERED)
         dv, dk = warpgroup_mma_wait(0, [dv, dk])
@@ -340,7 +344,7 @@ def _loop(
     """The tiles of 64 queries from lo to hi, where D_PAD is 128."""
     descs, buffers, bars, COUNTER, scale, _, _, N_k, _, _, _ = work
     all_k, all_v, q_buffers, do_buffers, s_initial, dp_initial, ds_buffers, dq_buffers, _ = buffers
-    _, _, _, ready, empty, ds_ready = bars
+    _, _, _, ready, _, ds_ready = bars
     sc = scale * LOG2_E
     ADDED = COUNTER + 1
     for t in range(lo, hi):
@@ -356,7 +360,7 @@ def _loop(
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, [dp])
         ds = (p * dp).to(q.dtype)
-        _slot(ds_buffers, step + passes + 1).slice(group * _ROWS, _ROWS).store(ds)
+        _ds(ds_buffers, step + passes + 1).slice(group * _ROWS, _ROWS).store(ds)
         fence_async_shared()
         _tell(ds_ready, step + passes + 1, group, 128)
         dq = _start_dq(all_k, ds_buffers, ds_ready, step + passes, group, 128)
@@ -367,7 +371,7 @@ def _loop(
             turn = _turn(t - 1, first_key, N_k, 64, CAUSAL)
             _add_to_dq(descs[7], ADDED, dq_block + (t - 1) * _GROUPS, dq_buffers.index(group), seen, turn, ORDERED)
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
-        release(6, step, _GROUPS)
+        release(_READ, step, _GROUPS)
     return dk, dv
 
 
@@ -401,13 +405,12 @@ def _consumer(
         for g in range(G):
             passes = i * G + g
             dq_block = query_head(bh, g, G) * gl.cdiv(N_q, BLOCK) * (D_PAD // 32) + group
-            if g > 0:  # both groups have read the dS before the last one; for the first head kv_ready has waited for it
-                if D_PAD == 64:
-                    wait_empty(empty, start + 1)
+            if D_PAD == 64 and g > 0:  # both groups have read the dS before the last one; if g is 0 by kv_ready
+                wait_empty(empty, start + 1)
             # The first tile of queries has no tile before it: the loop multiplies these zeros instead.
             zeros = gl.zeros([_ROWS, QUERIES], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16]))
             if D_PAD == 64 or end > first:
-                _slot(ds_buffers, start + passes).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
+                _ds(ds_buffers, start + passes).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
                 fence_async_shared()
                 _tell(ds_ready, start + passes, group, D_PAD)
             if D_PAD == 64 and g > 0:  # both groups have read the last dS

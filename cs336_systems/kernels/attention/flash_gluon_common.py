@@ -79,8 +79,6 @@ _ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LOG2_E = gl.constexpr(math.log2(math.e))
 STAGES = gl.constexpr(2)
-K_READ, V_READ, TURN = gl.constexpr(8), gl.constexpr(10), gl.constexpr(12)
-"""The first of the named barriers for the stages of K and V, and for turns. Triton uses those below."""
 
 
 @gluon.jit
@@ -136,9 +134,9 @@ def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def stage_of(step):
-    """step % STAGES. For a `%`, Triton 3.9 makes one vector division of two, and each thread keeps its own result."""
-    return step & (STAGES - 1)
+def stage_of(step, COUNT: gl.constexpr = STAGES):
+    """step % COUNT. For a `%`, Triton 3.9 makes one vector division of two, and each thread keeps its own result."""
+    return step & (COUNT - 1)
 
 
 @gluon.jit
@@ -192,40 +190,35 @@ def next_tile(tiles, tile_ready, i):
 
 
 @gluon.jit
-def wait_for_turn(group: gl.constexpr):
-    """Wait until the other warpgroup has passed the turn to this one.
+def arrive(number, THREADS: gl.constexpr):
+    """A warpgroup arrives at a named barrier and does not wait for the THREADS that meet there.
 
-    A named barrier, where one of them waits and the other only arrives.
+    There are 16 of these barriers in hardware, by number; Triton uses those below 6. The warps of a group do not wait
+    for each other, as Triton makes them before they arrive at an mbarrier.
     """
-    gl.inline_asm_elementwise(f"bar.sync {TURN + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+    number = gl.full([128], number, gl.int32, _FOUR_WARPS)
+    gl.inline_asm_elementwise(f"bar.arrive $1, {THREADS}; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1)
 
 
 @gluon.jit
-def pass_turn(group: gl.constexpr):
-    """Give the turn to a warpgroup, without waiting for it."""
-    gl.inline_asm_elementwise(f"bar.arrive {TURN + group}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+def arrive_and_wait(number, THREADS: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Wait at a named barrier until THREADS have arrived, those of these WARPS among them."""
+    layout: gl.constexpr = _FOUR_WARPS if WARPS == 4 else _ONE_WARP
+    number = gl.full([32 * WARPS], number, gl.int32, layout)
+    gl.inline_asm_elementwise(f"bar.sync $1, {THREADS}; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1)
 
 
 @gluon.jit
 def release(read: gl.constexpr, step, GROUPS: gl.constexpr):
-    """A warpgroup has read the stage of a step.
-
-    At a named barrier its warps need not wait for each other, as Triton makes them before they arrive at an mbarrier.
-    """
-    number = gl.full([128], read + stage_of(step), gl.int32, _FOUR_WARPS)
-    gl.inline_asm_elementwise(
-        f"bar.arrive $1, {128 * GROUPS + 32}; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1
-    )
+    """A warpgroup has read the stage of a step."""
+    arrive(read + stage_of(step), 128 * GROUPS + 32)
 
 
 @gluon.jit
 def wait_released(read: gl.constexpr, step, GROUPS: gl.constexpr):
     """The loading warp waits until all warpgroups have read the stage of a step, in its round before."""
     if step >= STAGES:
-        number = gl.full([32], read + stage_of(step), gl.int32, _ONE_WARP)
-        gl.inline_asm_elementwise(
-            f"bar.sync $1, {128 * GROUPS + 32}; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1
-        )
+        arrive_and_wait(read + stage_of(step), 128 * GROUPS + 32, 1)
 
 
 @gluon.jit

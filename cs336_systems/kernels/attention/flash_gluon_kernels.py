@@ -36,27 +36,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .flash_gluon_common import (
-    K_READ,
     LENGTHS,
     LOG2_E,
     REGISTERS,
     REGISTERS_OF_THREE,
     ROWS,
     STAGES,
-    V_READ,
     apart,
+    arrive,
+    arrive_and_wait,
     barriers,
     first_key,
     key_head,
     load_tile,
     next_tile,
-    pass_turn,
     place,
     release,
     stage_of,
     store_tile,
     take_tile,
-    wait_for_turn,
     wait_ready,
     wait_released,
 )
@@ -72,6 +70,8 @@ _SUMS = gl.constexpr(
     )
 )
 """How a warpgroup divides sums of every eighth column of _SCORES: each thread has those of its own columns."""
+_K_READ, _V_READ, _TURN = gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)
+"""The first of two named barriers each: for the stages of K, for those of V, and for the turns of the warpgroups."""
 _LN_2 = gl.constexpr(math.log(2))
 
 
@@ -130,7 +130,7 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
         b, h, _bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
         begin, _inner, end = _seen(m0, GROUPS * _ROWS, b, N_k, band, CAUSAL, BAND)
         kv_head = key_head(h, G)
-        _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, K_READ, start, GROUPS)
+        _load_next(k_, b, kv_head, (end - 1) * _BN, k_buffers, k_ready, _K_READ, start, GROUPS)
         for group in gl.static_range(GROUPS - 1, -1, -1):  # causal: the last one sees the keys that come first
             mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
             bar = q_ready.index(group)
@@ -138,10 +138,10 @@ def _producer(work, GROUPS: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr,
             load_tile(q_, b, h, m0 + group * _ROWS, q_buffers.index(group), bar)
         for j in range(end - 1, begin, -1):
             step = start + end - 1 - j
-            _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, K_READ, step + 1, GROUPS)
-            _load_next(v_, b, kv_head, j * _BN, v_buffers, v_ready, V_READ, step, GROUPS)
+            _load_next(k_, b, kv_head, (j - 1) * _BN, k_buffers, k_ready, _K_READ, step + 1, GROUPS)
+            _load_next(v_, b, kv_head, j * _BN, v_buffers, v_ready, _V_READ, step, GROUPS)
         start += end - begin
-        _load_next(v_, b, kv_head, begin * _BN, v_buffers, v_ready, V_READ, start - 1, GROUPS)
+        _load_next(v_, b, kv_head, begin * _BN, v_buffers, v_ready, _V_READ, start - 1, GROUPS)
         tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
 
@@ -168,9 +168,9 @@ def _pass_over(bars, lo, hi, GROUPS: gl.constexpr):
     _, _, _, k_ready, v_ready = bars
     for step in range(lo, hi):
         wait_ready(k_ready, step)
-        release(K_READ, step, GROUPS)
+        release(_K_READ, step, GROUPS)
         wait_ready(v_ready, step)
-        release(V_READ, step, GROUPS)
+        release(_V_READ, step, GROUPS)
 
 
 @gluon.jit
@@ -215,16 +215,16 @@ def _loop(
     for j in range(hi - 1, lo - 1, -1):
         step = base - 2 - j  # of tile j + 1
         if TURNS:
-            wait_for_turn(group)
+            arrive_and_wait(_TURN + group, 256)
         scores = _start_scores(q, k_buffers, k_ready, step + 1)
         output = _start_output(p, acc, v_buffers, v_ready, step)
         if TURNS:
-            pass_turn(1 - group)
+            arrive(_TURN + 1 - group, 256)
         s = warpgroup_mma_wait(1, [scores])
         if TURNS:
-            release(K_READ, step + 1, GROUPS)
+            release(_K_READ, step + 1, GROUPS)
             acc = warpgroup_mma_wait(0, [output])
-            release(V_READ, step, GROUPS)
+            release(_V_READ, step, GROUPS)
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, limit, sc, N_k, False, BAND, False)
         if not TURNS:
             if GROUPS == 2:  # three warpgroups have no registers for two tiles of probabilities
@@ -233,8 +233,8 @@ def _loop(
             # barrier. Without this wait it would wait for the product before it computes the exponentials.
             mbarrier.wait(q_ready.index(group), i & 1)
             acc, p_next = warpgroup_mma_wait(0, [output, p_next])
-            release(K_READ, step + 1, GROUPS)
-            release(V_READ, step, GROUPS)
+            release(_K_READ, step + 1, GROUPS)
+            release(_V_READ, step, GROUPS)
         p = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
     return p, acc, total, m
@@ -260,7 +260,7 @@ def _consumer(
     sc = scale * LOG2_E
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
     if TURNS and group == 1:
-        pass_turn(0)  # the first turn; the last one that it passes is not taken
+        arrive(_TURN, 256)  # the first turn; the last one that it passes is not taken
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
         b, h, bh, m0 = _place(tile, H, N_q, TILES, HEADS, GROUPS)
@@ -278,7 +278,7 @@ def _consumer(
         mbarrier.wait(q_ready.index(group), i & 1)
         scores = _start_scores(q, k_buffers, k_ready, start)
         s = warpgroup_mma_wait(0, [scores])
-        release(K_READ, start, GROUPS)
+        release(_K_READ, start, GROUPS)
         acc = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
         total = gl.zeros([_ROWS, 8], gl.float32, _SUMS)
         m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
@@ -297,7 +297,7 @@ def _consumer(
         mbarrier.arrive(q_empty.index(group))
         output = _start_output(p, acc, v_buffers, v_ready, start - 1)
         acc = warpgroup_mma_wait(0, [output])
-        release(V_READ, start - 1, GROUPS)
+        release(_V_READ, start - 1, GROUPS)
         _pass_over(bars, start, base - tile_begin, GROUPS)
         start = base - tile_begin
         total = gl.convert_layout(gl.sum(total, 1), _ROW)

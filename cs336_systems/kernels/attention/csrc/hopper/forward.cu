@@ -256,9 +256,6 @@ __device__ inline void compute(const Parameters& x, int group) {
             claim(s);
             release(F::k_empty(step + 1));
             softmax(j * F::KEYS, is_masked);
-            // q came long ago, so this wait returns at once. But ptxas moves nothing across its branch. Without it,
-            // ptxas would wait for the product before it computes the exponentials.
-            F::q_full(group).wait(i & 1);
             wait_for_products<0>();
             claim(o);
             release(F::v_empty(step));
