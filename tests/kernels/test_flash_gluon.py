@@ -104,12 +104,15 @@ def test_unneeded_gradients_are_not_computed(needs: str, expected: list[str], la
     assert launched == ["forward_kernel", *expected]
 
 
-def test_a_recording_and_other_calls_share_no_launches(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("band", [dict(), dict(window=30), dict(documents=(40, 25))])
+def test_a_recording_and_other_calls_share_no_launches(
+    band: dict[str, Any], launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flash_triton, "TMA_FROM_SCORES", 2**62)
     for is_recorded in (False, True, False):
         launched.clear()
         with recording.on() if is_recorded else contextlib.nullcontext():
-            check_case(flash_triton.flash_triton, Case(65, 65, 64, is_causal=True), torch.float16, "cpu")
+            check_case(flash_triton.flash_triton, Case(65, 65, 64, is_causal=True, **band), torch.float16, "cpu")
         assert launched == (ALL if is_recorded else ["forward_kernel", "dq_kernel", "dkv_kernel"])
 
 
