@@ -10,13 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..kernels import recording
 from ..parallel import comm
 
 
 class RecordedStep:
     """`compute(inputs, targets)`, which leaves gradients in `.grad`, replayed from its third call on.
 
-    The first two calls run as they are, because compilation and the libraries' own set-up must not be recorded. Each
+    The first two calls run as they are, because compilation and the libraries' own set-up must not be recorded. They
+    choose the kernels of the recording (`kernels.recording`), which may not be those of other calls. Each
     replay overwrites the gradients and does not add to them, so nothing needs to zero them. If the optimizer is not in
     the recording, nothing may set them to None.
     """
@@ -31,10 +33,11 @@ class RecordedStep:
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if self._graph is None:
             self._clear_gradients()
-            if self._calls < self.WARMUP_CALLS:
-                self._calls += 1
-                return self._compute(inputs, targets)
-            self._record(inputs, targets)  # computes nothing yet: the replay below does
+            with recording.on():
+                if self._calls < self.WARMUP_CALLS:
+                    self._calls += 1
+                    return self._compute(inputs, targets)
+                self._record(inputs, targets)  # computes nothing yet: the replay below does
         assert self._graph is not None
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)

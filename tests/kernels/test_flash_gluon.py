@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cs336_systems.kernels import recording
 from cs336_systems.kernels.attention.reference import attention_with_logsumexp
 from tests.kernels import gluon_interpreter
 from tests.kernels.attention_cases import Case, check_case, check_hidden_tiles_are_skipped, gradients
@@ -101,6 +102,18 @@ def test_unneeded_gradients_are_not_computed(needs: str, expected: list[str], la
     case = Case(130, 200, 128, leading=(1, 3), is_causal=True, needs=needs)
     check_case(flash_triton.flash_triton, case, torch.bfloat16, "cpu")
     assert launched == ["forward_kernel", *expected]
+
+
+@pytest.mark.parametrize("band", [dict(), dict(window=30), dict(documents=(40, 25))])
+def test_a_recording_and_other_calls_share_no_launches(
+    band: dict[str, Any], launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_triton, "TMA_FROM_SCORES", 2**62)
+    for is_recorded in (False, True, False):
+        launched.clear()
+        with recording.on() if is_recorded else contextlib.nullcontext():
+            check_case(flash_triton.flash_triton, Case(65, 65, 64, is_causal=True, **band), torch.float16, "cpu")
+        assert launched == (ALL if is_recorded else ["forward_kernel", "dq_kernel", "dkv_kernel"])
 
 
 def check_same_bits(case: Case, times: int = 2) -> None:

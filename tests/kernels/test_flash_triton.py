@@ -11,19 +11,26 @@ from typing import Any
 import pytest
 import torch
 
+from cs336_systems.kernels import recording
+from cs336_systems.kernels.attention import get_attention
 from cs336_systems.kernels.attention.function import Saved, new_gradients
 from cs336_systems.kernels.attention.reference import naive
+from cs336_systems.training.graph import RecordedStep
 from tests.kernels.attention_cases import (
     BAND_CASES,
     CASES,
     LARGE_CASES,
     LAYOUTS,
+    NAMES,
     QUICK_CASES,
     Case,
     FlashKernelTests,
     check_case,
+    check_close,
     check_hidden_tiles_are_skipped,
+    compute_truth,
     gradients,
+    plain_attention,
 )
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -307,8 +314,13 @@ def chosen_on(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_choice_of_kernels(
     capability: tuple[int, int], case: Case, dtype: torch.dtype, expected: str, chosen_on: Any
 ) -> None:
-    q, k, v, do = (x.detach()[None] for x in case.inputs(dtype, "cpu"))
     chosen_on(capability)
+    assert chosen(case, dtype) == expected
+
+
+def chosen(case: Case, dtype: torch.dtype) -> str:
+    """The launches of both passes, on the card of `chosen_on`."""
+    q, k, v, do = (x.detach()[None] for x in case.inputs(dtype, "cpu"))
     x = dict(q_=q, k_=k, v_=v, o_=torch.empty_like(q))
     forward = flash_triton._forward_launch(x, True, None)
     dq, dk, dv = new_gradients(q, k, v, True, True)
@@ -316,7 +328,94 @@ def test_the_choice_of_kernels(
     backward = flash_triton._backward_launches(
         x, True, None, need_dq="q" in case.needs, need_dkv=True, deterministic=False
     )
-    assert ", ".join((forward, *backward)) == expected
+    return ", ".join((forward, *backward))
+
+
+BY_POINTERS = "triton forward by pointers, triton backward by pointers"
+
+
+@pytest.mark.parametrize(
+    "capability, case, dtype, eager, recorded",
+    [
+        (HOPPER, Case(1, 1, 64, leading=(1,)), torch.bfloat16, BY_POINTERS, ALL_IN_GLUON),
+        (HOPPER, Case(d=80, layout="heads_inside"), torch.float16, BY_POINTERS, ALL_IN_GLUON),
+        (HOPPER, Case(d=128, key_heads=1), torch.bfloat16, BY_POINTERS, ALL_IN_GLUON),
+        (
+            HOPPER,
+            Case(d=128, needs="kv"),
+            torch.bfloat16,
+            "triton forward by pointers, triton dq by pointers, triton dkv by pointers",
+            "gluon forward, triton dq by pointers, triton dkv by pointers",
+        ),
+        *(
+            (capability, case, dtype, BY_POINTERS, BY_POINTERS)
+            for capability, case, dtype in (
+                (HOPPER, Case(d=32), torch.bfloat16),
+                (HOPPER, Case(d=100), torch.bfloat16),
+                (HOPPER, Case(d=64), torch.float32),
+                (BLACKWELL, Case(d=64), torch.bfloat16),
+                (AMPERE, Case(d=64), torch.bfloat16),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_any_number_of_scores_is_for_gluon_in_a_recording(
+    capability: tuple[int, int],
+    case: Case,
+    dtype: torch.dtype,
+    eager: str,
+    recorded: str,
+    chosen_on: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def launch(kernel: Any, _: int, constants: dict[str, Any], *__: Any, **___: Any) -> str:
+        return " by ".join([name_of(kernel), *([constants["MOVE"]] if "MOVE" in constants else [])])
+
+    chosen_on(capability)
+    monkeypatch.setattr(flash_triton, "TMA_FROM_SCORES", NEVER)
+    monkeypatch.setattr(flash_triton, "Launch", launch)
+    assert chosen(case, dtype) == eager
+    with recording.on():
+        assert chosen(case, dtype) == recorded
+    assert chosen(case, dtype) == eager
+
+
+@pytest.mark.gpu
+@on_hopper_only
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", ["flash_triton", "auto"])
+def test_a_recording_in_gluon_equals_the_truth(
+    name: str, compile: bool, deterministic: bool, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the eager result, by other kernels."""
+    case = Case(1024, 1024, 64, leading=(2, 3), is_causal=True, layout="heads_inside")
+    q, k, v, dO = case.inputs(torch.bfloat16, "cuda")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    attention = torch.compile(get_attention(name)) if compile else get_attention(name)
+
+    def compute(dO: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        o = attention(q, k, v, True)
+        o.backward(dO)
+        return o.detach()
+
+    def clear() -> None:
+        q.grad = k.grad = v.grad = None
+
+    step = RecordedStep(compute, clear)
+    for x in (*[torch.zeros_like(dO)] * 3, dO):  # recorded with zeros
+        o = step(x, x)
+    assert made == IN_GLUON
+    recorded = {name: x.clone() for name, x in zip(NAMES, (o, q.grad, k.grad, v.grad), strict=True)}
+    step.close()
+    eager = gradients(attention(q, k, v, True), [q, k, v], dO)
+    assert made == IN_GLUON + (["triton forward", "triton backward"] if name == "flash_triton" else [])
+    truth = compute_truth(q, k, v, dO, True)
+    plain = gradients(plain_attention(q, k, v, True), [q, k, v], dO)
+    for name, expected in truth.results.items():
+        check_close(name, recorded[name], expected, plain[name], truth)
+        check_close(name, recorded[name], eager[name].double(), plain[name], truth)
 
 
 @pytest.mark.parametrize("of", range(3), ids=["q", "k", "v"])

@@ -10,7 +10,7 @@ import torch
 
 from cs336_basics import model
 from cs336_basics.attention import Documents
-from cs336_systems.kernels import attention
+from cs336_systems.kernels import attention, recording
 from cs336_systems.kernels.attention import ATTENTION, get_attention, peers
 
 
@@ -52,16 +52,18 @@ MASKED = dict(window=4), dict(documents=Documents.from_numbers(torch.zeros(4)))
 
 
 @pytest.mark.parametrize(
-    "device, capability, has_triton, length, dtype, masked, unmasked",
+    "device, capability, has_triton, length, dtype, masked, unmasked, recorded",
     [
-        ("cuda", (9, 0), True, 4096, torch.bfloat16, "flash_triton", "flash_triton"),
-        ("cuda", (9, 0), True, 4095, torch.bfloat16, "flash_triton", "sdpa"),
-        ("cuda", (9, 0), True, 4096, torch.float32, "flash_triton", "sdpa"),
-        ("cuda", (10, 0), True, 4096, torch.bfloat16, "flash_triton", "sdpa"),
-        ("cuda", (8, 0), True, 4096, torch.bfloat16, "flash_triton", "sdpa"),
-        ("cuda", (7, 5), True, 4096, torch.bfloat16, "sdpa", "sdpa"),
-        ("cuda", (9, 0), False, 4096, torch.bfloat16, "sdpa", "sdpa"),
-        ("cpu", None, True, 4096, torch.bfloat16, "sdpa", "sdpa"),
+        ("cuda", (9, 0), True, 4096, torch.bfloat16, "flash_triton", "flash_triton", "flash_triton"),
+        ("cuda", (9, 0), True, 4095, torch.bfloat16, "flash_triton", "sdpa", "flash_triton"),
+        ("cuda", (9, 0), True, 512, torch.bfloat16, "flash_triton", "sdpa", "flash_triton"),
+        ("cuda", (9, 0), True, 511, torch.bfloat16, "flash_triton", "sdpa", "sdpa"),
+        ("cuda", (9, 0), True, 4096, torch.float32, "flash_triton", "sdpa", "sdpa"),
+        ("cuda", (10, 0), True, 4096, torch.bfloat16, "flash_triton", "sdpa", "sdpa"),
+        ("cuda", (8, 0), True, 4096, torch.bfloat16, "flash_triton", "sdpa", "sdpa"),
+        ("cuda", (7, 5), True, 4096, torch.bfloat16, "sdpa", "sdpa", "sdpa"),
+        ("cuda", (9, 0), False, 4096, torch.bfloat16, "sdpa", "sdpa", "sdpa"),
+        ("cpu", None, True, 4096, torch.bfloat16, "sdpa", "sdpa", "sdpa"),
     ],
 )
 def test_auto_takes_the_faster_kernel_that_runs_on_the_device(
@@ -72,6 +74,7 @@ def test_auto_takes_the_faster_kernel_that_runs_on_the_device(
     dtype: torch.dtype,
     masked: str,
     unmasked: str,
+    recorded: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q: Any = types.SimpleNamespace(device=torch.device(device), shape=(2, 16, length, 64), dtype=dtype)
@@ -84,6 +87,8 @@ def test_auto_takes_the_faster_kernel_that_runs_on_the_device(
     for mask in MASKED:
         assert get_attention("auto")(q, q, q, True, **mask) == (masked, none | mask)
     assert get_attention("auto")(q, q, q, True) == (unmasked, none)
+    with recording.on():
+        assert get_attention("auto")(q, q, q, True) == (recorded, none)
 
 
 def test_auto_compiles_without_a_graph_break() -> None:

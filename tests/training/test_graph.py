@@ -1,15 +1,22 @@
 """The recorded step against the step as it is."""
 
+import contextlib
+import importlib
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cs336_basics.model import CausalMultiHeadSelfAttention, RotaryEmbedding
 from cs336_systems.config.run import RunConfig
-from cs336_systems.kernels.attention import ATTENTION, check_attention
+from cs336_systems.kernels import recording
+from cs336_systems.kernels.attention import ATTENTION, check_attention, get_attention, peers
+from cs336_systems.kernels.attention.reference import naive
 from cs336_systems.training import train
+from cs336_systems.training.graph import RecordedStep
 from cs336_systems.training.metrics import read_metrics
 from tests.training.helpers import make_config, tiny_trainer
 
@@ -104,6 +111,95 @@ def test_the_recording_is_forgotten_with_its_trainer(tmp_path: Path) -> None:
     gone = weakref.ref(trainer)
     del trainer
     assert gone() is None  # without a garbage collection
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording runs as it is, and a replay does nothing."""
+    graph = type("Graph", (), {"replay": lambda _: None, "reset": lambda _: None})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+def test_kernels_are_chosen_for_the_recording_in_the_warm_up_calls_and_in_every_thread() -> None:
+    seen = []
+
+    def compute(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:  # as autograd calls a GPU's backward passes
+            seen.append(pool.submit(lambda: recording.is_on).result())
+        return inputs
+
+    step = RecordedStep(compute, lambda: None)
+    for calls in (1, 2, 3, 3):  # two to warm up, the recording, a replay
+        step(torch.zeros(1), torch.zeros(1))
+        assert seen == [True] * calls
+        assert not recording.is_on
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("call", [1, 3])
+def test_no_recording_is_on_after_an_error(call: int) -> None:
+    calls = []
+
+    def compute(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(recording.is_on)
+        if len(calls) == call:
+            raise KeyError("here")
+        return inputs
+
+    step = RecordedStep(compute, lambda: None)
+    for _ in range(call - 1):
+        step(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(KeyError, match="here"):
+        step(torch.zeros(1), torch.zeros(1))
+    assert calls == [True] * call
+    assert not recording.is_on
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("validates_first", [False, True])
+def test_compiled_attention_is_chosen_anew_where_nothing_is_recorded(
+    validates_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton is only there on Linux")
+    module = "cs336_systems.kernels.attention"
+    flash_triton = importlib.import_module(f"{module}.flash_triton")
+    monkeypatch.setattr(
+        importlib.import_module(f"{module}.auto"), "_capability", torch.compiler.assume_constant_result(lambda _: 90)
+    )
+    # Another function of the same inputs, so that the numbers show which one ran.
+    monkeypatch.setattr(flash_triton, "flash_triton", lambda q, k, v, *args, **mask: naive(q, k, -v, *args, **mask))
+    monkeypatch.setattr(peers, "sdpa", naive)
+    torch.manual_seed(0)
+    block = CausalMultiHeadSelfAttention(64, 1, RotaryEmbedding(10_000.0, 64, 512), get_attention("auto")).bfloat16()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    x = torch.randn(1, 512, 64, dtype=torch.bfloat16)
+
+    def compute(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        o = compiled(inputs)
+        o.backward(targets)
+        return o.detach()
+
+    def check_validation() -> None:
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), block(x))
+        torch.testing.assert_close(compiled(x), block(x))  # a step that is not recorded
+
+    if validates_first:
+        check_validation()
+    step = RecordedStep(compute, block.zero_grad)
+    with recording.on():
+        expected = block(x)
+    expected.backward(x)
+    gradients = {name: weight.grad for name, weight in block.named_parameters()}
+    for _ in range(3):
+        torch.testing.assert_close(step(x, x), expected.detach())
+        for name, weight in block.named_parameters():
+            torch.testing.assert_close(weight.grad, gradients[name])
+        check_validation()
+    assert not torch.allclose(block(x), expected)
 
 
 def test_cuda_graph_on_a_cpu_is_refused(tmp_path: Path) -> None:

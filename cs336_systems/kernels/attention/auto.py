@@ -7,6 +7,8 @@ from torch import Tensor
 
 from cs336_basics.attention import Documents
 
+from .. import recording
+
 
 def auto(
     q: Tensor,
@@ -20,10 +22,12 @@ def auto(
     """flash_triton where it is faster, else sdpa.
 
     flash_triton is faster for windows and documents, because sdpa computes what they hide. On Hopper it is also faster
-    for 16-bit sequences from 4,096 tokens on.
+    for 16-bit sequences from 4,096 tokens on, and from 512 on where a CUDA graph is recorded: its launches take the
+    host longer than sdpa's, and a replay makes none.
     """
     capability = _capability(q.device)
-    is_long = min(q.shape[-2], k.shape[-2]) >= 4096 and 32 < q.shape[-1] <= 128 and q.dtype.itemsize == 2
+    long = 512 if recording.is_on else 4096
+    is_long = min(q.shape[-2], k.shape[-2]) >= long and 32 < q.shape[-1] <= 128 and q.dtype.itemsize == 2
     # Statements, because the compiler traces no other kind of import.
     if capability < 80 or (window is None and documents is None and not (is_long and capability == 90)):
         from .peers import sdpa as attention

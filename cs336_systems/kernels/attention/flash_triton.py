@@ -6,9 +6,9 @@ twice: a loop over the keys gives dQ, a loop over the queries gives dK and dV. T
 a single loop that adds to dQ in memory, but gives the same bits every time.
 
 The kernels and the legend of their names are in `flash_triton_kernels.py`. This module chooses the kernels, with the
-tiles of `flash_triton_tiles.py`, and launches them. On Hopper, long sequences of 16-bit numbers with head sizes from 33
-to 128 go to the kernels of `flash_gluon_kernels.py` and `flash_gluon_backward_kernels.py`. These overlap the
-exponentials with the matrix products, and their backward pass is the single loop.
+tiles of `flash_triton_tiles.py`, and launches them. On Hopper, sequences of 16-bit numbers with head sizes from 33 to
+128 go to the kernels of `flash_gluon_kernels.py` and `flash_gluon_backward_kernels.py`, if they are long or recorded as
+a CUDA graph. These overlap the exponentials with the matrix products, and their backward pass is the single loop.
 
 Windows and documents are a band beside the diagonal: tiles outside of it are skipped.
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from cs336_basics.attention import Documents
 
 from ...machine.hardware import allows_tf32
+from .. import recording
 from ..launch import INTERPRET, Launch, check_device, has_tma
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
@@ -50,7 +51,11 @@ MAX_HEAD_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The choice of kernels depends on the number of scores, B H N_q N_k.
 TMA_FROM_SCORES = 2**27
-"""From this many scores on, TMA moves the tensors. Its descriptors make a launch some 30 us longer on the host."""
+"""From this many scores on, TMA moves the tensors. Its descriptors make a launch some 30 us longer on the host.
+
+The Gluon kernels, which need TMA, serve any number of scores in a recording (`kernels.recording`): a replay makes no
+launches.
+"""
 ONE_LAUNCH_BELOW_SCORES = 2**26
 """Below this many scores the backward pass is one launch, which does more work but waits less for the host."""
 
@@ -75,12 +80,13 @@ def flash_triton(
     bfloat16 and float16; D from 1 to 256; fewer heads in k and v; any lengths, strides and leading dimensions (more
     than two are flattened, which copies where strides do not allow a view). float32 products follow
     `torch.get_float32_matmul_precision()`: at "highest" each product has 24 bits of precision, as a sum of bfloat16
-    products. Beyond its outputs, the backward pass needs two float32 numbers per query and head. For long sequences on
-    Hopper it also needs dQ in float32. A dO that is expanded or whose columns are not adjacent is copied.
+    products. Beyond its outputs, the backward pass needs two float32 numbers per query and head. On Hopper, for long
+    sequences and in recordings, it also needs dQ in float32. A dO that is expanded or whose columns are not adjacent is
+    copied.
 
     deterministic: the same inputs give the same bits of dQ every time; so does PyTorch's
-    `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where programs otherwise add to
-    dQ in any order, which is faster. All else is always deterministic.
+    `torch.use_deterministic_algorithms(True)`. It matters on Hopper for long sequences and in recordings, where
+    programs otherwise add to dQ in any order, which is faster. All else is always deterministic.
 
     Raises ValueError naming the argument that it does not accept.
     """
@@ -200,7 +206,7 @@ def _key(is_causal: bool, band: Band | None, *tensors: Tensor) -> tuple[Any, ...
     facts: list[Any] = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
     if band is not None:
         facts.append((band.window, *(None if x is None else x.data_ptr() % 16 for x in band[1:])))
-    return is_causal, _precision(tensors[0]), *facts
+    return is_causal, recording.is_on, _precision(tensors[0]), *facts
 
 
 def _cache_launches(key: tuple[Any, ...], *launches: Launch) -> tuple[Launch, ...]:
@@ -239,7 +245,7 @@ def _backward_launches(
     tensors: Tensors, is_causal: bool, band: Band | None, need_dq: bool, need_dkv: bool, deterministic: bool
 ) -> tuple[Launch, ...]:
     q, k, v = tensors["q_"], tensors["k_"], tensors["v_"]
-    tma, small = _use_tma(tensors), needs_small_tiles(q, k, v)
+    tma, small = _use_tma(tensors, need_dq and need_dkv), needs_small_tiles(q, k, v)
     if need_dq and need_dkv and not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
         one_launch_small = small or is_faster_with_small_tiles(q, k)
         if tile_key("backward", q.shape[-1], q.dtype, tma, one_launch_small) in tile_table():
@@ -257,9 +263,11 @@ def _backward_launches(
     return first, triton_launch("dkv", tensors, is_causal, choose_tile("dkv", q, tma, small), tma, band=band)
 
 
-def _use_tma(tensors: Tensors) -> bool:
+def _use_tma(tensors: Tensors, for_gluon: bool = True) -> bool:
+    """for_gluon: whether the Gluon kernels compute what is needed, where `_use_gluon` says so."""
     q = tensors["q_"]
-    if _num_scores(q, tensors["k_"]) < TMA_FROM_SCORES:
+    is_free = recording.is_on and for_gluon and _use_gluon(q, True)
+    if _num_scores(q, tensors["k_"]) < TMA_FROM_SCORES and not is_free:
         return False
     if not INTERPRET and (q.dtype == torch.float32 or not has_tma(q.device)):
         return False
