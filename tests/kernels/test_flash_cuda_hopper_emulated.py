@@ -113,8 +113,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
         "an accumulator written while a product adds to it",
     ),
     "an operand in registers touched early": (
-        ("hopper/forward.cu", "softmax(j * F::KEYS, is_masked);\n            wait_for_products<0>();",
-         "softmax(j * F::KEYS, is_masked);\n            pack_probabilities();\n            wait_for_products<0>();"),
+        ("hopper/forward.cu", "release(F::k_empty(step + 1));\n            wait_for_products<0>();",
+         "release(F::k_empty(step + 1));\n            pack_probabilities();\n            wait_for_products<0>();"),
         "an operand in registers written while a product reads it",
     ),
     "registers not fenced": (

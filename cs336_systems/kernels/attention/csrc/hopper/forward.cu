@@ -8,9 +8,9 @@
 //     P = exp2(c S - m)                  m: the largest c S of the row so far; c = log2(e) / sqrt(D), `scale_log2`
 //     O = O exp2(old m - m) + P v        P and O in registers, v from shared memory
 //
-// Products run in the background (wgmma.cuh). A warpgroup starts S for the next keys and then O += P v for the present
-// ones, and computes the next P while the second product runs. The warpgroups take turns to start: while the products
-// of one run, the others compute exponentials. Here are two warpgroups, with tiles of keys j = 3, 2, 1, ...:
+// Products run in the background (wgmma.cuh). A warpgroup starts S for the next keys and O += P v for the present ones,
+// and computes the next P when both are done. The warpgroups take turns to start: while the products of one run, the
+// others compute exponentials. Here are two warpgroups, with tiles of keys j = 3, 2, 1, ...:
 //
 //     first      start S(2), O += P(3) v    P(2) .................    start S(1), O += P(2) v    P(1) ........
 //     second     P(3) ..................    start S(2), O += P(3) v   P(2) ..................    start S(1), ...
@@ -255,10 +255,10 @@ __device__ inline void compute(const Parameters& x, int group) {
             wait_for_products<1>();
             claim(s);
             release(F::k_empty(step + 1));
-            softmax(j * F::KEYS, is_masked);
             wait_for_products<0>();
             claim(o);
             release(F::v_empty(step));
+            softmax(j * F::KEYS, is_masked);
             pack_probabilities();
             if (__any_sync(0xffffffff, shrink[0] < 1.0f || shrink[1] < 1.0f))
 #pragma unroll
