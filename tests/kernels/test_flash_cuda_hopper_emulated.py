@@ -84,8 +84,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "values loaded while a product reads": (
         ("hopper/forward.cu", "wait_for_products<0>();\n            claim(o);\n            release(F::v_empty(step));\n"
-         "            pack",
-         "release(F::v_empty(step));\n            wait_for_products<0>();\n            pack"),
+         "            softmax",
+         "release(F::v_empty(step));\n            wait_for_products<0>();\n            softmax"),
         "an operand written while a product reads it",
     ),
     "keys loaded without waiting": (
