@@ -1,4 +1,4 @@
-"""Whether the calls of now are recorded as a CUDA graph, or prepare it: then the time of their launches does not count.
+"""Whether the present calls are recorded as a CUDA graph, or prepare it: then the time of launches does not count.
 
 Kernels compile in their first call, and none may compile while a graph is recorded. So the calls before the recording
 must choose the same kernels.

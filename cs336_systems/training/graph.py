@@ -18,9 +18,9 @@ class RecordedStep:
     """`compute(inputs, targets)`, which leaves gradients in `.grad`, replayed from its third call on.
 
     The first two calls run as they are, because compilation and the libraries' own set-up must not be recorded. They
-    choose the kernels of the recording (`kernels.recording`), which may not be those of other calls. Each
-    replay overwrites the gradients and does not add to them, so nothing needs to zero them. If the optimizer is not in
-    the recording, nothing may set them to None.
+    choose the kernels of the recording (`kernels.recording`), which may not be those of other calls. Each replay
+    overwrites the gradients and does not add to them, so nothing needs to zero them. If the optimizer is not in the
+    recording, nothing may set them to None.
     """
 
     WARMUP_CALLS = 2

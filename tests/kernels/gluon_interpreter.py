@@ -53,7 +53,7 @@ class _Warps(threading.local):
         self.writes: list[Callable[[], None]] = []  # of stores whose sources have been read
         self.unfenced: list[Tensor] = []
         self.lag = 0.0
-        self.named: dict[int, _Barrier] = {}  # of this program
+        self.named: dict[int, tuple[_Barrier, set[int]]] = {}  # of this program, with the threads that arrived
 
 
 _warps = _Warps()
@@ -228,13 +228,17 @@ def _wait_until_read(left: int) -> None:
 
 
 def _assembly(source: str, constraints: str, arguments: Sequence[Tensor], *_: Any) -> Tensor:
-    if named := re.match(r"bar\.(sync|arrive) (\$1|\d+), (\d+);", source):
-        name, threads = arguments[0].unique().item() if arguments else int(named[2]), int(named[3])
+    if named := re.match(r"bar\.(sync|arrive) \$1, (\d+);", source):
+        name, threads = arguments[0].unique().item(), int(named[2])
         with _changed:
-            barrier = _warps.named.setdefault(name, _Barrier(threads))
+            barrier, arrived = _warps.named.setdefault(name, (_Barrier(threads), set[int]()))
+            warps, phase = threading.get_ident(), barrier.phase
             assert barrier.arrivals == threads
-            phase = barrier.phase
-            barrier.change(arguments[0].numel() if arguments else 128, 0)  # 128: a warpgroup's threads
+            assert warps not in arrived, "the same warps arrived twice"
+            arrived.add(warps)
+            barrier.change(arguments[0].numel(), 0)
+            if barrier.phase != phase:
+                arrived.clear()
             if named[1] == "sync":
                 barrier.wait(phase)
     elif source.startswith("cp.async.bulk.wait_group 0;"):
@@ -270,7 +274,7 @@ def _at_once(functions: Sequence[Callable[[], None]]) -> None:
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> None:
-    program, named = _warps.program, dict[int, _Barrier]()
+    program, named = _warps.program, dict[int, tuple[_Barrier, set[int]]]()
 
     def run(i: int) -> None:
         _warps.program, _warps.named, _warps.lag = program, named, LAG if i == program % 2 else 0

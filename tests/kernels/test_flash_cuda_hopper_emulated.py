@@ -30,6 +30,8 @@ CORNERS = (
     Case(33, 40, 128, leading=(2, 2), layout="heads_inside"),
     Case(70, 33, 100, leading=(1, 6), key_heads=2),
     Case(65, 65, 64, largest_score=1e4),
+    Case(70, 300, 64, leading=(1,), largest_score=40),  # maxima that grow by less and by more than SLACK
+    Case(70, 300, 128, leading=(1,), largest_score=40),
     Case(400, 400, 64, leading=(1,), is_causal=True, window=150),
     Case(400, 400, 128, leading=(1, 2), key_heads=1, is_causal=True, documents=(100, 1, 299)),
 )

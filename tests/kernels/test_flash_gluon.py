@@ -304,6 +304,15 @@ def test_the_interpreter_finds_missing_waits_between_heads(fault: str, monkeypat
         check_case(flash_triton.flash_triton, Case(130, 130, 64, leading=(4,), key_heads=1), torch.bfloat16, "cpu")
 
 
+def test_the_interpreter_finds_a_second_arrival_before_the_first_has_been_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one of four named barriers, for the first and the last of five heads whose queries see none of the keys."""
+    monkeypatch.setattr(gluon_interpreter, "PATIENCE", 0.5)
+    launch_in_gluon(monkeypatch, ("if D_PAD == 64 or end > first:", "if True:"))
+    case = Case(64, 200, 128, leading=(5,), key_heads=1, is_causal=True)
+    with pytest.raises(AssertionError, match="the same warps arrived twice"):
+        check_case(flash_triton.flash_triton, case, torch.bfloat16, "cpu")
+
+
 KEYS_READ = "            release(_K_READ, step + 1, GROUPS)\n"
 FORWARD = {
     "keys not waited for": ("    wait_ready(k_ready, step)\n    k =", "    k ="),

@@ -22,8 +22,8 @@ def auto(
     """flash_triton where it is faster, else sdpa.
 
     flash_triton is faster for windows and documents, because sdpa computes what they hide. On Hopper it is also faster
-    for 16-bit sequences from 4,096 tokens on, and from 512 on where a CUDA graph is recorded: its launches take the
-    host longer than sdpa's, and a replay makes none.
+    for 16-bit sequences from 4,096 tokens on, and from 512 on where a CUDA graph is recorded: launching it takes the
+    host longer than sdpa, and a replay launches nothing.
     """
     capability = _capability(q.device)
     long = 512 if recording.is_on else 4096

@@ -19,8 +19,9 @@ Where D_PAD is 64 a tile is twice as long and has two halves, a and b, so that t
     matrix units     S a, dP a .... | dV a, dK a, S b, dP b, dQ' | dV b, dK b .........
     threads          (wait for S a) | P a, dS a  | P b, dS b     | store dQ'; TMA adds it beside S a of the next tile
 
-With four dS in shared memory, where D_PAD is 128, a warpgroup may write the next one without a question: the other
-has read what was there before. There is no place for four where D_PAD is 64; a warpgroup waits until both have read.
+Where D_PAD is 128, shared memory has place for four dS. A warpgroup writes one without a wait: both had read the dS
+that it replaces before they told each other of the last but one. Where D_PAD is 64 there is place for two, and a
+warpgroup waits until both have read.
 
 Three kernels run one after the other: `gradients_kernel` is the loop; the two of `flash_gluon_sums_kernels.py` fill
 INITIAL and clear DQ before it, and scale and round DQ after it.

@@ -20,7 +20,7 @@ Legend, in addition to the legend of `flash_triton_kernels.py`
     round          step // STAGES: how often the stage was used before. A wait with phase n & 1 waits for the n-th
                    completion of a barrier, from 0 on. Before completion 0, a wait with phase 1 returns at once
     ready          barriers that complete when TMA has filled a stage
-    empty          barriers that complete when all warpgroups have read a stage
+    empty          barriers that complete when all warpgroups have read a stage; `release` arrives at named ones instead
 """
 
 import math
@@ -193,8 +193,8 @@ def next_tile(tiles, tile_ready, i):
 def arrive(number, THREADS: gl.constexpr):
     """A warpgroup arrives at a named barrier and does not wait for the THREADS that meet there.
 
-    There are 16 of these barriers in hardware, by number; Triton uses those below 6. The warps of a group do not wait
-    for each other, as Triton makes them before they arrive at an mbarrier.
+    There are 16 of them in hardware, by number: Triton uses the first ones, these kernels those from 6 on. The
+    warps of a group do not wait for each other, as Triton makes them before they arrive at an mbarrier.
     """
     number = gl.full([128], number, gl.int32, _FOUR_WARPS)
     gl.inline_asm_elementwise(f"bar.arrive $1, {THREADS}; mov.b32 $0, 0;", "=r,r", [number], gl.int32, False, 1)

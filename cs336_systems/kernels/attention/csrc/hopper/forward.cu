@@ -5,7 +5,8 @@
 // A warpgroup has ROWS queries of the tile and walks over KEYS keys at a time, the last ones first:
 //
 //     S = q k^T                          q and k from shared memory, S in registers
-//     P = exp2(c S - m)                  m: the largest c S of the row so far; c = log2(e) / sqrt(D), `scale_log2`
+//     P = exp2(c S - m)                  m: the largest c S of the row so far, or up to SLACK less;
+//                                        c = log2(e) / sqrt(D), `scale_log2`
 //     O = O exp2(old m - m) + P v        P and O in registers, v from shared memory
 //
 // Products run in the background (wgmma.cuh). A warpgroup starts S for the next keys and O += P v for the present ones,
