@@ -24,6 +24,9 @@ MORE_CASES = tuple(
     for n_q, n_k in LENGTHS
     for d in (64, 100, 128)
     for is_causal in (False, True)
+) + tuple(
+    Case(300, 1000, d, leading=(2, 3), largest_score=40)  # maxima that grow by less and by more than SLACK
+    for d in (64, 128)
 )
 
 
