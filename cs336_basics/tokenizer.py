@@ -92,6 +92,19 @@ def read_utf8(
                 yield text
 
 
+def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of pieces, each of at least _BATCH_CHARS characters but for the last."""
+    batch: list[str] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece)
+        if characters >= _BATCH_CHARS:
+            yield batch
+            batch, characters = [], 0
+    yield batch
+
+
 def split_pieces(
     blocks: Iterable[str],
     piece_chars: int = _PIECE_CHARS,
@@ -333,7 +346,7 @@ class Tokenizer:
         first: the piece, counted from 0, at which to begin.
 
         With a separator, END_OF_TEXT or DOCUMENT_END, they are those of `encode_document` of what stands between, with
-        the tokens `between` texts in place of each separator.
+        the tokens `between` texts in place of each separator, and those of a `beginning` before the first text.
 
         Pieces go to the library in batches, which it spreads over the cores. With GPT-2's pre-tokenizer a piece ends
         after a word, with another one before an `<|endoftext|>`. Raises ValueError, naming the text, if a piece would
@@ -347,15 +360,11 @@ class Tokenizer:
         pieces = split_pieces(blocks, cut=cut, longest_piece=_LONGEST_PIECE, name=name)
         if separator is not None:
             pieces = (part for piece in pieces for part in document_end.split(piece))
-        batch: list[str] = []
-        batch_chars = 0
-        for piece in itertools.islice(pieces, first, None):
-            batch.append(piece)
-            batch_chars += len(piece)
-            if batch_chars >= _BATCH_CHARS:
-                yield from encode(batch)
-                batch, batch_chars = [], 0
-        yield from encode(batch)
+        opening = [] if separator is None or first else self.between[1:]
+        for batch in _batches(itertools.islice(pieces, first, None)):
+            for ids in encode(batch):
+                yield [*opening, *ids]
+                opening = []
 
     def _encode_batch(self, batch: list[str]) -> Iterator[list[int]]:
         for encoding in self._tokenizer.encode_batch_fast([*map(self._with_own_end, batch)], add_special_tokens=False):
