@@ -92,7 +92,8 @@ def _documents(text: str, text_field: str) -> Iterator[str]:
         return
     for where, document, _ in read_files(find_files(text, "text"), text_field):
         if document is None:
-            raise ValueError(f"text is {text}: {where} has no text in {text_field!r}")
+            accepted = "delete it, or name another text_field"
+            raise ValueError(f"text is {text}: {where} has no text in {text_field!r}: {accepted}")
         if document.strip():
             yield as_unicode(document)
 

@@ -89,7 +89,7 @@ def write_documents(read: Callable[[Any], Records], name: str, output: Path, inp
             message += "; ..." if bad > _SHOWN else ""
             if bad > _MOST_BAD * (count + bad):
                 raise ValueError(f"{message} (data.text_field names the field)")
-            logger.warning("text: %s", message)
+            logger.warning("text: %s (left out)", message)
         if not count:
             raise ValueError(f"{name} has no text: it must have a document of more than white space")
     logger.info("text: %s documents in %s", f"{count:,}", output)

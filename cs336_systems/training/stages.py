@@ -65,7 +65,7 @@ def run_stage(
         if _read_stamp(output) == {"inputs": inputs, "sha256": hashes()}:
             logger.info("%s: %s is up to date, skipped", name, output)
             return
-        why = "because the text or its settings changed, or the file is damaged"
+        why = "because the text, the tokenizer or a setting changed, or the file is damaged"
     if before_making is not None:
         before_making()
     logger.info("%s: making %s, %s", name, output, why)  # shows a mistyped name of an existing file

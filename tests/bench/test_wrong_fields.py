@@ -41,6 +41,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
 ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("model", QUICK | dict(activation_checkpointing="first_3"), "K from 1 to 2"),
     ("kernels", dict(kernel="flash"), "one of naive, "),
+    ("kernels", dict(shape=(1, 2, 65, 32), num_kv_heads=3), "a divisor of 2, the heads of shape 1x2x65x32$"),
+    ("kernels", dict(shape=(1, 2, 65, 32), document_length=16), "a divisor of 65, the length of shape 1x2x65x32$"),
     ("model", dict(size="huge"), "one of small, .*, quick$"),
     ("all-reduce", dict(bytes=10), "a multiple of 4"),
     ("all-reduce", dict(world_size=1), "2 to 1024"),

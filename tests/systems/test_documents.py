@@ -111,7 +111,7 @@ def test_few_bad_records_are_named_and_many_refused(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING):
         gather(str(path), out)
     assert "3 of 303 records have no text in 'text': " in caplog.text
-    assert f"{path}, record 301; {path}, record 302; {path}, record 303" in caplog.text
+    assert f"{path}, record 301; {path}, record 302; {path}, record 303 (left out)" in caplog.text
     path.write_text(lines(["good"] * 20) + "[]\n")
     with pytest.raises(
         ValueError, match=rf"1 of 21 records have no text in 'text': {path}, record 21 \(data.text_field"

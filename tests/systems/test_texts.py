@@ -100,7 +100,9 @@ def test_a_text_no_longer_than_the_sample_is_used_whole(two_texts: Path, caplog:
     assert data.tokenizer.sha256 == Tokenizer.train([LONG_TEXT], 300).sha256
 
 
-def test_another_size_of_sample_redoes_the_tokenizer_of_a_longer_text_only(stages: Any) -> None:
+def test_another_size_of_sample_redoes_the_tokenizer_of_a_longer_text_only(
+    stages: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     Path("input.txt").write_text(LONG_TEXT)
     whole, half, quarter = (two_texts_config(tokenizer_sample_bytes=n) for n in (1 << 28, 1 << 18, 1 << 17))
     assert stages(whole) == ({TOKENIZER, TRAIN, VALID}, set())
@@ -108,6 +110,7 @@ def test_another_size_of_sample_redoes_the_tokenizer_of_a_longer_text_only(stage
     assert stages(two_texts_config(tokenizer_sample_bytes=len(LONG_TEXT))) == (set(), {TOKENIZER, TRAIN, VALID})
     for config, size in ((half, 1 << 18), (quarter, 1 << 17)):
         assert TOKENIZER in stages(config)[0]
+        assert "because the text, the tokenizer or a setting changed, or the file is damaged" in caplog.text
         expected = stamp["inputs"] | {"sample_bytes": size}
         assert json.loads(Path("d/tokenizer.json.stamp.json").read_text())["inputs"] == expected
         assert stages(config) == (set(), {TOKENIZER, TRAIN, VALID})

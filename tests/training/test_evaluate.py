@@ -148,7 +148,7 @@ def test_the_command_prints_the_rates_and_writes_every_document_also_on_two_rank
     records.write_text('{"text": "the cat"}\n{"story": "the cat"}')
     (tmp_path / "empty.txt").write_text("<|endoftext|>")
     for wrong, message in (
-        (["--text", records], "text is .*text.jsonl: .*text.jsonl, record 2 has no text in 'text'"),
+        (["--text", records], "text is .*text.jsonl: .*text.jsonl, record 2 has no text in 'text': delete it, or name"),
         (["--text", ""], "text and tasks: one of them must be given"),
         (["--text", tmp_path / "empty.txt"], r"text is .*empty.txt: it must have text besides"),
         (["--text", text, "--out", tmp_path], f"out is {tmp_path}, a folder: it must be a JSON file"),

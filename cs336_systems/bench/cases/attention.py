@@ -188,9 +188,10 @@ class KernelsBench(InTurnsBench):
     def __post_init__(self) -> None:
         super().__post_init__()
         _, heads, length, _ = self.shape
-        for name, whole in (("num_kv_heads", heads), ("document_length", length)):
+        for name, whole, what in (("num_kv_heads", heads, "heads"), ("document_length", length, "length")):
             value = getattr(self, name)
-            require(value is None or (value > 0 and whole % value == 0), name, value, f"a divisor of {whole}")
+            accepted = f"a divisor of {whole}, the {what} of shape {'x'.join(map(str, self.shape))}"
+            require(value is None or (value > 0 and whole % value == 0), name, value, accepted)
         require_at_least(self, "", 1, "window")
 
     @property
