@@ -42,7 +42,7 @@ def launch_in_gluon(monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str] = ("
     _, forward, backward = gluon_interpreter.interpreted(*modules, fault=fault)
     monkeypatch.setattr(flash_triton, "gluon_forward", forward)
     monkeypatch.setattr(flash_triton, "gluon_backward", backward)
-    monkeypatch.setattr(flash_triton, "_use_gluon", lambda q, tma: tma)
+    monkeypatch.setattr(flash_triton, "_is_for_gluon", lambda q: True)
     monkeypatch.setattr(flash_triton, "TMA_FROM_SCORES", 0)
     monkeypatch.setattr(flash_triton, "ONE_LAUNCH_BELOW_SCORES", 0)
     monkeypatch.setattr(flash_triton, "_LAUNCHES", {})

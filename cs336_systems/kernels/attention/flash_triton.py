@@ -234,9 +234,9 @@ def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 
 def _forward_launch(tensors: Tensors, is_causal: bool, band: Band | None) -> Launch:
     q, k, v = tensors["q_"], tensors["k_"], tensors["v_"]
-    tma = _use_tma(tensors)
-    if _use_gluon(q, tma):
+    if _use_gluon(tensors):
         return gluon_launch("forward", tensors, is_causal, band)
+    tma = _use_tma(tensors)
     tile = choose_tile("forward", q, tma, needs_small_tiles(q, k, v))
     return triton_launch("forward", tensors, is_causal, tile, tma, band=band)
 
@@ -245,40 +245,47 @@ def _backward_launches(
     tensors: Tensors, is_causal: bool, band: Band | None, need_dq: bool, need_dkv: bool, deterministic: bool
 ) -> tuple[Launch, ...]:
     q, k, v = tensors["q_"], tensors["k_"], tensors["v_"]
-    tma, small = _use_tma(tensors, need_dq and need_dkv), needs_small_tiles(q, k, v)
-    if need_dq and need_dkv and not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
-        one_launch_small = small or is_faster_with_small_tiles(q, k)
-        if tile_key("backward", q.shape[-1], q.dtype, tma, one_launch_small) in tile_table():
-            tile = choose_tile("backward", q, tma, one_launch_small)
-            return (triton_launch("backward", tensors, is_causal, tile, tma, band=band),)
-    if need_dq and need_dkv and _use_gluon(q, tma):
+    if need_dq and need_dkv and _use_gluon(tensors):
         return (
             gluon_launch("prepare", tensors, is_causal),
             gluon_launch("gradients", tensors, is_causal, band, deterministic),
             gluon_launch("finish", tensors, is_causal),
         )
+    tma, small = _use_tma(tensors), needs_small_tiles(q, k, v)
+    if need_dq and need_dkv and not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
+        one_launch_small = small or is_faster_with_small_tiles(q, k)
+        if tile_key("backward", q.shape[-1], q.dtype, tma, one_launch_small) in tile_table():
+            tile = choose_tile("backward", q, tma, one_launch_small)
+            return (triton_launch("backward", tensors, is_causal, tile, tma, band=band),)
     first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq, band)
     if not need_dkv:
         return (first,)
     return first, triton_launch("dkv", tensors, is_causal, choose_tile("dkv", q, tma, small), tma, band=band)
 
 
-def _use_tma(tensors: Tensors, for_gluon: bool = True) -> bool:
-    """for_gluon: whether the Gluon kernels compute what is needed, where `_use_gluon` says so."""
-    q = tensors["q_"]
-    is_free = recording.is_on and for_gluon and _use_gluon(q, True)
-    if _num_scores(q, tensors["k_"]) < TMA_FROM_SCORES and not is_free:
+def _use_gluon(tensors: Tensors) -> bool:
+    """Whether the Gluon kernels are faster and can serve the tensors."""
+    has_many_scores = _num_scores(tensors["q_"], tensors["k_"]) >= TMA_FROM_SCORES
+    return (recording.is_on or has_many_scores) and _is_for_gluon(tensors["q_"]) and _can_use_tma(tensors)
+
+
+def _is_for_gluon(q: Tensor) -> bool:
+    """The Gluon kernels need some head sizes, and Hopper's matrix instructions, which no later card has."""
+    if INTERPRET or padded_head_size(q.shape[-1]) not in gluon.HEAD_SIZES:
         return False
+    return torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
+def _use_tma(tensors: Tensors) -> bool:
+    """Whether TMA moves the tensors of the Triton kernels."""
+    return _num_scores(tensors["q_"], tensors["k_"]) >= TMA_FROM_SCORES and _can_use_tma(tensors)
+
+
+def _can_use_tma(tensors: Tensors) -> bool:
+    q = tensors["q_"]
     if not INTERPRET and (q.dtype == torch.float32 or not has_tma(q.device)):
         return False
     return can_use_tma(*tensors.values())
-
-
-def _use_gluon(q: Tensor, tma: bool) -> bool:
-    """Whether to use the Gluon kernels: they need Hopper's matrix instructions, which no later card has."""
-    if INTERPRET or not tma or padded_head_size(q.shape[-1]) not in gluon.HEAD_SIZES:
-        return False
-    return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 def _num_scores(q: Tensor, k: Tensor) -> int:
