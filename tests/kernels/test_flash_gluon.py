@@ -63,6 +63,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (130, 300, 64, False, 1),
         (130, 300, 64, True, 3),
         (300, 130, 96, False, 3),
+        (130, 300, 128, False, 1),
         (300, 130, 96, True, 1),
         (1, 257, 128, True, 3),
         (257, 1, 40, False, 3),

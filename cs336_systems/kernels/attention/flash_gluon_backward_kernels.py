@@ -107,7 +107,10 @@ def _place(
     tile, H, N_q, N_k, band, TILES, HEADS,
     QUERIES: gl.constexpr, G: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """b, h, bh and the first key of a tile of keys, and the tiles of queries that see it, from `first` to `end`."""
+    """b, h, bh and the first key of a tile of keys, and the tiles of queries that see it, from `first` to `end`.
+
+    From the last tile of queries they may go on at tile 0: see `_tile_of_queries`.
+    """
     block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H // G, HEADS)
     if ORDERED:  # a program waits for those of later keys, so these begin first
         block = gl.cdiv(N_k, BLOCK) - 1 - block
@@ -118,7 +121,23 @@ def _place(
         first = gl.minimum(n0 // QUERIES, end)
     if BAND != "none":
         end = gl.minimum(gl.cdiv(after_query(n0 + BLOCK - 1, b, band, N_q, BAND), QUERIES), end)
+    if QUERIES == 64 and not CAUSAL and BAND == "none" and not ORDERED:
+        first = gl.minimum(n0 // QUERIES, end)
+        end += first
     return b, h, bh, n0, first, end
+
+
+@gluon.jit
+def _tile_of_queries(t, N_q, QUERIES: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, ORDERED: gl.constexpr):
+    """The number of tile t of a loop over the queries.
+
+    Where D_PAD is 128 and all queries see all keys, each program begins at the queries beside its keys. If all began at
+    tile 0, their sums would meet in the same blocks of DQ. Where D_PAD is 64 that costs less than it saves in loading.
+    """
+    if QUERIES == 64 and not CAUSAL and BAND == "none" and not ORDERED:
+        tiles = gl.cdiv(N_q, QUERIES)
+        t = gl.where(t < tiles, t, t - tiles)
+    return t
 
 
 @gluon.jit
@@ -144,7 +163,7 @@ def _producer(
             q_h, q_bh = query_head(h, g, G), query_head(bh, g, G)
             for t in range(first, end):
                 step = start + t - first
-                stage, row = stage_of(step), t * QUERIES
+                stage, row = stage_of(step), _tile_of_queries(t, N_q, QUERIES, CAUSAL, BAND, ORDERED) * QUERIES
                 if D_PAD == 64:
                     wait_empty(empty, step)
                 else:
@@ -343,7 +362,7 @@ def _loop(
     LEFT: gl.constexpr, CAUSAL: gl.constexpr, BAND: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 64 queries from lo to hi, where D_PAD is 128."""
-    descs, buffers, bars, COUNTER, scale, _, _, N_k, _, _, _ = work
+    descs, buffers, bars, COUNTER, scale, _, N_q, N_k, _, _, _ = work
     all_k, all_v, q_buffers, do_buffers, s_initial, dp_initial, ds_buffers, dq_buffers, _ = buffers
     _, _, _, ready, _, ds_ready = bars
     sc = scale * LOG2_E
@@ -370,7 +389,8 @@ def _loop(
         if t > first:
             _store_dq(dq, dq_buffers.index(group), ADDED + dq_block + (t - 2) * _GROUPS, t > first + 1, ORDERED)
             turn = _turn(t - 1, first_key, N_k, 64, CAUSAL)
-            _add_to_dq(descs[7], ADDED, dq_block + (t - 1) * _GROUPS, dq_buffers.index(group), seen, turn, ORDERED)
+            block = dq_block + _tile_of_queries(t - 1, N_q, 64, CAUSAL, BAND, ORDERED) * _GROUPS
+            _add_to_dq(descs[7], ADDED, block, dq_buffers.index(group), seen, turn, ORDERED)
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
         release(_READ, step, _GROUPS)
     return dk, dv
@@ -442,7 +462,7 @@ def _consumer(
                 )  # fmt: skip
             start += end - first
             if end > first:
-                last = dq_block + (end - 1) * _GROUPS
+                last = dq_block + _tile_of_queries(end - 1, N_q, QUERIES, CAUSAL, BAND, ORDERED) * _GROUPS
                 before = last - _GROUPS
                 if D_PAD == 64 and end > first + 1:
                     turn = _turn(end - 2, first_key, N_k, QUERIES, CAUSAL)
