@@ -147,7 +147,7 @@ class Run:
         if self.trainer.device.type == "cpu" and self.trainer.step_flops > _SLOW_ON_A_CPU:
             logger.warning(
                 f"there is no GPU, and a step has {self.trainer.step_flops:.1e} operations, many seconds on a CPU: "
-                "configs/demo.json has a model for one"
+                "configs/demo.json and configs/text.json have models for one"
             )
         slow = why_fp8_is_slow(self.trainer.device, shape.d_model) if train.precision == "fp8" else ""
         if slow:
