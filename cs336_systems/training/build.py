@@ -20,9 +20,11 @@ from ..config.run import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ..kernels.attention import get_attention, is_attention
 from ..kernels.fp8_linear import use_fp8
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
+from ..kernels.packed_linear import use_packed
 from ..machine.hardware import DTYPES
 from ..parallel import Options, StrategyFactory, comm, get_strategy
 from ..parallel.strategy import Strategy
+from ..parallel.zero1_buckets import flatten
 from ..planner.accounting import orthogonalization_flops
 from .load import LoadedModel
 from .muon import Muon
@@ -84,6 +86,16 @@ def narrow_matrices(model: TransformerLM, config: TrainConfig) -> dict[str, Tens
         for name, master in masters.items():
             model.get_parameter(name).copy_(master)
     return masters
+
+
+def pack_matrices(model: TransformerLM) -> None:
+    """Move the weights of each block's linear layers into one tensor, so that those with one input are one product.
+
+    They stay the same parameters. Those with rows of one width lie side by side: q, k and v, w1 and w3.
+    """
+    for layer in model.layers:
+        weights = [module.weight for module in layer.modules() if isinstance(module, Linear)]
+        flatten(sorted(weights, key=lambda weight: weight.shape[1]))
 
 
 def _in_bfloat16(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # a lambda could not be pickled
@@ -194,9 +206,12 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     policy, number = config.checkpointed or ("none", 1)
     chosen = {"first": slice(number), "every": slice(None, None, number)}.get(policy, slice(0))
     checkpointed_layers = set(list(model.layers)[chosen])
+    is_packed = config.precision != "fp8"
     offload = Offload(model, config.offloaded_blocks(len(model.layers)), number if policy == "groups" else 1)
     for i, layer in enumerate(model.layers):
         is_checkpointed, budget = layer in checkpointed_layers, config.compile_memory_budget
+        if is_packed and not config.compile:  # inside of checkpoints, which call it again
+            layer.forward = use_packed(layer, layer.forward)
         if is_checkpointed and config.keeps_attention:
             keep = _selective if config.compile or i >= offload.count else offload.keep_attention
             layer.forward = functools.partial(_checkpointed, layer.forward, context_fn=keep)
@@ -205,6 +220,8 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
             layer.forward = compiled(layer.forward)
             if budget < 1:
                 layer.forward = functools.partial(_within_budget, layer.forward, budget)
+            if is_packed:  # outside of compiled code, which cannot look at addresses
+                layer.forward = use_packed(layer, layer.forward)
         if is_checkpointed and not config.keeps_attention:
             layer.forward = functools.partial(_checkpointed, layer.forward)
         if offload.count and policy != "groups":
