@@ -84,17 +84,16 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, packed)
+        ctx.save_for_backward(x.flatten(end_dim=-2), packed)
         ctx.rows = [len(weight) for weight in weights]
         return nn.functional.linear(x, packed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (x, packed) = gradients, ctx.saved_tensors
-        dx, dW, needed = None, [None] * len(ctx.rows), ctx.needs_input_grad[2:]
-        if ctx.needs_input_grad[0]:
-            dx = dy @ packed
+        (dy,), (x, packed), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        dx = dy @ packed if ctx.needs_input_grad[0] else None
+        dW: list[Tensor | None] = [None] * len(needed)
         if any(needed):
-            product = dy.flatten(end_dim=-2).t() @ x.flatten(end_dim=-2)
+            product = dy.flatten(end_dim=-2).t() @ x
             dW = [part if is_needed else None for part, is_needed in zip(product.split(ctx.rows), needed, strict=True)]
         return dx, None, *dW

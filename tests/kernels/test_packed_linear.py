@@ -1,0 +1,282 @@
+"""Sibling layers as one product: against float64 and separate products, wherever the weights lie."""
+
+import dataclasses
+import functools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_basics.model import Linear, TransformerBlock, TransformerLM
+from cs336_systems.config.run import TrainConfig
+from cs336_systems.kernels import packed_linear
+from cs336_systems.kernels.attention import get_attention
+from cs336_systems.kernels.packed_linear import PackedLinear, side_by_side, use_packed
+from cs336_systems.training.build import narrow_matrices, pack_matrices, prepare_model
+from cs336_systems.training.loop import Trainer
+
+from ..distributed import run_ranks
+from ..training.helpers import assert_same_tensors, make_config, random_tokens, tiny_trainer
+from ..training.test_blocks import INDUCTOR_WITHOUT_ITS_CODE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+D_IN, ROWS = 32, (64, 16, 16)  # heads of queries, and fewer of keys and values
+
+
+def layers_of(dtype: torch.dtype, is_packed: bool, device: str = "cpu") -> list[Linear]:
+    torch.manual_seed(0)
+    layers = [Linear(D_IN, rows) for rows in ROWS]
+    whole = torch.cat([layer.weight.data for layer in layers]).to(device, dtype)
+    for layer, part in zip(layers, whole.split(ROWS), strict=True):
+        layer.weight.data = part if is_packed else part.clone()
+    return layers
+
+
+def packed_outputs(layers: list[Linear], x: Tensor, copies_last: bool = False) -> Any:
+    """The outputs, and whether they come from one product."""
+    project = PackedLinear(layers, copies_last)
+    project.packed = side_by_side([layer.weight for layer in layers])
+    return project(x, layers), project.packed is not None
+
+
+def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x, *dys = (torch.randn(2, 24, d, generator=generator).to(device, dtype) for d in (D_IN, *ROWS))
+    return x.requires_grad_(), dys
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_outputs_and_gradients_are_as_exact_as_those_of_separate_products(
+    dtype: torch.dtype, is_packed: bool, device: str
+) -> None:
+    def found(dtype: torch.dtype, packed: bool) -> list[Tensor]:
+        layers, (x, dys) = layers_of(dtype, is_packed, device), inputs(dtype, device)
+        ys, is_one = packed_outputs(layers, x) if packed else ([layer(x) for layer in layers], False)
+        assert is_one == (packed and is_packed)
+        torch.autograd.backward(ys, dys)
+        tensors = [*ys, x.grad, *(layer.weight.grad for layer in layers)]
+        assert {t.dtype for t in tensors if t is not None} == {dtype}
+        return [t.detach().double() for t in tensors if t is not None]
+
+    layers, (x, dys) = layers_of(dtype, False, device), inputs(dtype, device)
+    wide, ws = x.detach().double(), [layer.weight.detach().double() for layer in layers]
+    truth = [wide @ w.T for w in ws]
+    truth.append(sum(dy.double() @ w for dy, w in zip(dys, ws, strict=True)))
+    truth += [dy.double().flatten(0, 1).T @ wide.flatten(0, 1) for dy in dys]
+    for one, own, exact in zip(found(dtype, True), found(dtype, False), truth, strict=True):
+        assert (one - exact).norm() <= 2 * (own - exact).norm() + 1e-14 * exact.norm()
+
+
+def test_gradients_are_views_of_one_product() -> None:
+    layers, (x, dys) = layers_of(torch.float32, True), inputs(torch.float32)
+    torch.autograd.backward(packed_outputs(layers, x)[0], dys)
+    starts = [layer.weight.grad.data_ptr() for layer in layers]  # type: ignore[union-attr]
+    assert [start - starts[0] for start in starts] == [0, 4 * 64 * D_IN, 4 * 80 * D_IN]
+    assert len({layer.weight.grad.untyped_storage().data_ptr() for layer in layers}) == 1  # type: ignore[union-attr]
+
+
+def test_gradients_add_up_in_their_own_type() -> None:
+    layers, (x, dys) = layers_of(torch.bfloat16, True), inputs(torch.bfloat16)
+    for layer in layers:
+        layer.weight.grad_dtype = torch.float32
+    for _ in range(2):
+        torch.autograd.backward(packed_outputs(layers, x)[0], dys)
+    for layer, dy in zip(layers, dys, strict=True):
+        once = dy.flatten(0, 1).T @ x.detach().flatten(0, 1)
+        torch.testing.assert_close(layer.weight.grad, 2 * once.float(), rtol=0.01, atol=0.1)
+
+
+@pytest.mark.parametrize("frozen", ["x", "first weight", "all weights"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    layers, (x, dys) = layers_of(torch.float32, True), inputs(torch.float32)
+    if frozen == "x":
+        x = x.detach()
+    for layer in {"x": [], "first weight": layers[:1], "all weights": layers}[frozen]:
+        layer.weight.requires_grad_(False)
+    torch.autograd.backward(packed_outputs(layers, x)[0], dys)
+    assert (x.grad is None) == (frozen == "x")
+    for layer, dy in zip(layers, dys, strict=True):
+        if not layer.weight.requires_grad:
+            assert layer.weight.grad is None
+        else:
+            torch.testing.assert_close(layer.weight.grad, dy.flatten(0, 1).T @ x.detach().flatten(0, 1))
+
+
+def test_weights_that_have_moved_have_products_of_their_own() -> None:
+    def is_one(change: Any) -> bool:
+        layers, (x, _) = layers_of(torch.float32, True), inputs(torch.float32)
+        change(layers)
+        ys, one = packed_outputs(layers, x)
+        for y, layer in zip(ys, layers, strict=True):
+            torch.testing.assert_close(y, x @ layer.weight.T)
+        return one
+
+    def replace(layers: list[Linear]) -> None:
+        layers[1].weight.data = 2 * layers[1].weight.data
+
+    def assign(layers: list[Linear]) -> None:
+        layers[2].load_state_dict({"weight": torch.randn(16, D_IN)}, assign=True)
+
+    def load(layers: list[Linear]) -> None:
+        layers[2].load_state_dict({"weight": torch.randn(16, D_IN)})
+
+    def in_other_order(layers: list[Linear]) -> None:
+        layers[1].weight.data, layers[2].weight.data = layers[2].weight.data, layers[1].weight.data
+
+    def transposed(layers: list[Linear]) -> None:
+        layers[2].weight.data = layers[2].weight.data.view(D_IN, 16).t()
+
+    assert is_one(lambda layers: None)
+    assert is_one(load)  # copies into the same memory
+    assert not any(map(is_one, (replace, assign, in_other_order, transposed)))
+
+
+def test_float32_weights_under_autocast_have_products_of_their_own() -> None:
+    layers, (x, _) = layers_of(torch.float32, True), inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ys, is_one = packed_outputs(layers, x)
+    assert not is_one
+    assert {y.dtype for y in ys} == {torch.bfloat16}
+
+
+# Blocks
+
+
+def products(run: Any) -> int:
+    """How many products with weights run."""
+    with torch.profiler.profile() as profile:
+        run()
+    return Counter(event.name for event in profile.events())["aten::mm"]
+
+
+def losses_of(precision: str, compile: bool, **train: Any) -> tuple[list[float], int, dict[str, Tensor]]:
+    """Losses of three steps, the products of the last of them, and the state dict, of a model of two blocks."""
+    torch._dynamo.reset()
+    how = dict(precision=precision, compile=compile, **train)
+    with tiny_trainer(make_config(Path("unused"), train=how, model=dict(num_layers=2, num_kv_heads=1))) as trainer:
+        losses = [trainer.train_step()["loss"] for _ in range(2)]
+        count = products(lambda: losses.append(trainer.train_step()["loss"]))
+        losses.append(trainer.evaluate(random_tokens(700, seed=1)))
+        return losses, count, {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "precision, compile, train, again",
+    [
+        ("fp32", False, {}, 0),
+        ("bf16", False, {}, 0),
+        ("fp16", False, {}, 0),
+        ("bf16", False, dict(activation_checkpointing="block"), 8),
+        ("bf16", True, {}, 0),
+        ("bf16", True, dict(activation_checkpointing="block"), 8),
+        ("fp32", True, dict(compile_memory_budget=0.75), 0),
+    ],
+)
+def test_a_block_has_12_products_in_a_step_and_trains_as_with_21(
+    precision: str, compile: bool, train: Any, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
+    losses, count, weights = losses_of(precision, compile, **train)
+    monkeypatch.setattr(packed_linear, "side_by_side", lambda weights: None)
+    separate_losses, separate_count, separate_weights = losses_of(precision, compile, **train)
+    of_head = 3
+    assert (count, separate_count) == (2 * 12 + of_head + again, 2 * 21 + of_head + (again and 14))
+    assert losses == pytest.approx(separate_losses, rel=1e-6 if precision == "fp32" else 1e-3)  # other orders of sums
+    assert list(weights) == list(separate_weights)
+
+
+@pytest.mark.parametrize("attention", ["flash_torch", "sdpa"])
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_block_keeps_no_more_for_its_backward_pass(
+    attention: str, compile: bool, qk_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
+
+    def kept() -> int:
+        torch._dynamo.reset()
+        model = TransformerLM(8, 64, 32, 1, 4, 64, attention=get_attention(attention), num_kv_heads=2, qk_norm=qk_norm)
+        prepare_model(model, TrainConfig(compile=compile))
+        pack_matrices(model)
+        own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        found: dict[int, tuple[int, Tensor]] = {}
+
+        def keep(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes(), t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            y = model.layers[0](torch.randn(2, 64, 32, requires_grad=True))
+        assert y.requires_grad
+        return sum(nbytes for address, (nbytes, _) in found.items() if address not in own)
+
+    packed = kept()
+    monkeypatch.setattr(packed_linear, "side_by_side", lambda weights: None)
+    assert packed == kept()
+
+
+def test_a_packed_model_has_the_same_parameters_in_one_tensor_a_block(tmp_path: Path) -> None:
+    config = make_config(tmp_path, model=dict(num_layers=2, d_ff=96))
+    torch.manual_seed(0)
+    model = TransformerLM(**dataclasses.asdict(config.model.shape))
+    before, parameters = {k: v.clone() for k, v in model.state_dict().items()}, dict(model.named_parameters())
+    pack_matrices(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert_same_tensors(model.state_dict(), before)
+    assert list(model.state_dict()) == list(before)
+    for layer in model.layers:
+        assert len({p.untyped_storage().data_ptr() for p in layer.parameters() if p.ndim == 2}) == 1
+        assert layer.ffn.w2.weight.data_ptr() > layer.ffn.w3.weight.data_ptr() > layer.ffn.w1.weight.data_ptr()
+
+
+def test_fp8_and_weights_in_other_memory_keep_their_products() -> None:
+    for precision, packs in (("fp32", False), ("fp8", False), ("bf16", True)):
+        model, how = TransformerLM(16, 16, 32, 1, 2, 64), TrainConfig(precision=precision)
+        prepare_model(model, how)
+        if precision == "bf16":
+            narrow_matrices(model, how)
+            pack_matrices(model)
+        seen = []
+        project = model.layers[0].ffn.project
+        assert isinstance(project, PackedLinear) == (precision != "fp8")
+        if isinstance(project, PackedLinear):
+            forward = TransformerBlock.forward
+            block = model.layers[0]
+
+            def look(*args: Any, block: Any = block, forward: Any = forward, seen: Any = seen) -> Tensor:
+                seen.append(block.ffn.project.packed is not None)
+                return forward(block, *args)
+
+            use_packed(block, look)(torch.randn(1, 16, 32, dtype=block.ffn.w1.weight.dtype))
+            assert seen == [packs]
+            assert block.ffn.project.packed is None
+
+
+def products_of_ranks(strategy: str, shard_optimizer: bool) -> tuple[int, list[float]]:
+    """Products of the second of two steps, and the losses."""
+    parallel: Any = dict(strategy=strategy, shard_optimizer=shard_optimizer)
+    config = make_config(Path("unused"), train=dict(precision="bf16"), parallel=parallel, model=dict(num_layers=2))
+    torch.manual_seed(0)
+    model = TransformerLM(**dataclasses.asdict(config.model.shape))
+    trainer = Trainer(config, model, random_tokens(), torch.device("cpu"))
+    losses = [trainer.train_step()["loss"]]
+    count = products(lambda: losses.append(trainer.train_step()["loss"]))
+    trainer.close()
+    return count, losses
+
+
+@pytest.mark.parametrize("strategy, shard_optimizer", [("fsdp", False), ("overlap", False), ("overlap", True)])
+def test_ranks_have_12_products_a_block_too(strategy: str, shard_optimizer: bool) -> None:
+    with tiny_trainer(make_config(Path("unused"), train=dict(precision="bf16"), model=dict(num_layers=2))) as trainer:
+        expected = [trainer.train_step()["loss"] for _ in range(2)]
+    for count, losses in run_ranks(products_of_ranks, 2, strategy, shard_optimizer):
+        assert count == 2 * 12 + 3
+        assert losses == pytest.approx(expected, rel=1e-3)
