@@ -1,13 +1,12 @@
-"""Linear layers with one input as one product: y = x [W1; W2; ...]^T.
+"""Linear layers with one input as one product, in compiled blocks: y = x [W1; W2; ...]^T.
 
-q, k and v of a block read the same x, and so do w1 and w3. As one product each they read it once, fill the card better,
-and their gradients are one product each too: dx = dy [W1; W2; ...] and dW = dy^T x. So a block has 12 products instead
-of 21.
+q, k and v of a block read the same x, and so do w1 and w3. As one product they read it once and fill the card better.
+So do their gradients, dx = dy [W1; W2; ...] and dW = dy^T x. A block has 12 products with weights in a step, not 21.
 
-The layers keep their parameters. If these lie one behind another in memory, a view of all of them is the packed weight.
+The layers keep their parameters. If these lie one behind another in memory, a view of them all is the packed weight.
 Where they lie is looked up before each call of a block, outside of its compiled code, which sees a plain tensor and
-plain products. So it does not matter who has moved them (`training.build.pack_matrices`, or FSDP's gather), and weights
-that lie elsewhere, or that autocast would cast one by one, have a product each.
+plain products. So it does not matter who has moved them (`training.build.pack_matrices`, or FSDP's gather). Weights
+that lie apart, or that autocast would cast one by one, have a product each.
 """
 
 import functools
@@ -18,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_basics.model import Linear, TransformerBlock, separately
+from cs336_basics.model import Linear, separately
 
 T = TypeVar("T")
 
@@ -43,8 +42,8 @@ class PackedLinear:
         return *others, last.contiguous() if self.copies_last else last
 
 
-def use_packed(block: TransformerBlock, forward: Callable[..., T]) -> Callable[..., T]:
-    """Make the sibling layers of a block one product each, in calls of the function that is returned for `forward`.
+def use_packed(block: Any, forward: Callable[..., T]) -> Callable[..., T]:
+    """Make sibling layers of a TransformerBlock one product, in calls of the function that is returned for `forward`.
 
     Attention keeps v, and q and k after their rotation. Before it they are kept only for norms of them.
     """
@@ -73,7 +72,12 @@ def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
     storage, address = first.untyped_storage().data_ptr(), first.data_ptr()
     for weight in weights:
         is_next = weight.data_ptr() == address and weight.untyped_storage().data_ptr() == storage
-        if not is_next or weight.dtype != first.dtype or weight.shape[1] != first.shape[1] or not weight.is_contiguous():
+        if (
+            not is_next
+            or weight.dtype != first.dtype
+            or weight.shape[1] != first.shape[1]
+            or not weight.is_contiguous()
+        ):
             return None
         address += weight.nbytes
     return first.detach().as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1))

@@ -150,7 +150,8 @@ class Job:
     @property
     def packs(self) -> bool:
         """Whether products with one input are one: q, k and v, and w1 and w3 (`kernels/packed_linear.py`)."""
-        return not (self.precision == "fp8" or self.casts_weights or self.strategy in ("fsdp_simple", "torch_fsdp"))
+        lie_apart = self.casts_weights or self.strategy in ("fsdp_simple", "torch_fsdp")
+        return self.compile and self.precision != "fp8" and not lie_apart
 
     @property
     def recomputes_elementwise(self) -> bool:

@@ -194,7 +194,8 @@ _selective = functools.partial(create_selective_checkpoint_contexts, _keep_atten
 def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     """Compile and checkpoint the blocks in place, as the configuration says, and compile the final norm.
 
-    Compiled blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside.
+    Compiled blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside. Their
+    products with one input are one, except in FP8.
 
     Checkpointed blocks keep only the input of each block, or of each group, and recompute the rest in the backward pass
     (Chen et al. 2016). A group is checkpointed around its blocks, so FSDP gathers its weights again. A block that keeps
@@ -206,12 +207,9 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     policy, number = config.checkpointed or ("none", 1)
     chosen = {"first": slice(number), "every": slice(None, None, number)}.get(policy, slice(0))
     checkpointed_layers = set(list(model.layers)[chosen])
-    is_packed = config.precision != "fp8"
     offload = Offload(model, config.offloaded_blocks(len(model.layers)), number if policy == "groups" else 1)
     for i, layer in enumerate(model.layers):
         is_checkpointed, budget = layer in checkpointed_layers, config.compile_memory_budget
-        if is_packed and not config.compile:  # inside of checkpoints, which call it again
-            layer.forward = use_packed(layer, layer.forward)
         if is_checkpointed and config.keeps_attention:
             keep = _selective if config.compile or i >= offload.count else offload.keep_attention
             layer.forward = functools.partial(_checkpointed, layer.forward, context_fn=keep)
@@ -220,7 +218,7 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
             layer.forward = compiled(layer.forward)
             if budget < 1:
                 layer.forward = functools.partial(_within_budget, layer.forward, budget)
-            if is_packed:  # outside of compiled code, which cannot look at addresses
+            if config.precision != "fp8":
                 layer.forward = use_packed(layer, layer.forward)
         if is_checkpointed and not config.keeps_attention:
             layer.forward = functools.partial(_checkpointed, layer.forward)

@@ -32,7 +32,16 @@ from ..parallel.peer_memory import PeerBuffer
 from ..planner.accounting import training_flops
 from .auto import resolve
 from .batches import BatchLoader, Tokens, micro_batch_size
-from .build import build_optimizer, compiled, masters_of, narrow_matrices, pack_matrices, prepare_model, strategy_of, wrap_model
+from .build import (
+    build_optimizer,
+    compiled,
+    masters_of,
+    narrow_matrices,
+    pack_matrices,
+    prepare_model,
+    strategy_of,
+    wrap_model,
+)
 from .graph import RecordedStep
 from .optimizer import SMALLEST_LOSS_SCALE, GradientScale, learning_rate, set_learning_rate
 

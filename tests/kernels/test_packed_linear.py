@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_basics.model import Linear, TransformerBlock, TransformerLM
+from cs336_basics.model import Linear, TransformerLM
 from cs336_systems.config.run import TrainConfig
 from cs336_systems.kernels import packed_linear
 from cs336_systems.kernels.attention import get_attention
-from cs336_systems.kernels.packed_linear import PackedLinear, side_by_side, use_packed
-from cs336_systems.training.build import narrow_matrices, pack_matrices, prepare_model
+from cs336_systems.kernels.packed_linear import PackedLinear, side_by_side
+from cs336_systems.training.build import pack_matrices, prepare_model
 from cs336_systems.training.loop import Trainer
 
 from ..distributed import run_ranks
@@ -156,10 +156,10 @@ def products(run: Any) -> int:
     return Counter(event.name for event in profile.events())["aten::mm"]
 
 
-def losses_of(precision: str, compile: bool, **train: Any) -> tuple[list[float], int, dict[str, Tensor]]:
-    """Losses of three steps, the products of the last of them, and the state dict, of a model of two blocks."""
+def losses_of(**train: Any) -> tuple[list[float], int, dict[str, Tensor]]:
+    """Losses of three steps, the products of the last of them, and the state dict, of two compiled blocks."""
     torch._dynamo.reset()
-    how = dict(precision=precision, compile=compile, **train)
+    how = dict(compile=True, **train)
     with tiny_trainer(make_config(Path("unused"), train=how, model=dict(num_layers=2, num_kv_heads=1))) as trainer:
         losses = [trainer.train_step()["loss"] for _ in range(2)]
         count = products(lambda: losses.append(trainer.train_step()["loss"]))
@@ -167,43 +167,56 @@ def losses_of(precision: str, compile: bool, **train: Any) -> tuple[list[float],
         return losses, count, {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
+@pytest.fixture
+def _without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, but without the minutes that Inductor's C++ takes."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
+
+
+@pytest.mark.usefixtures("_without_code")
 @pytest.mark.parametrize(
-    "precision, compile, train, again",
+    "train, again, separately_again",
     [
-        ("fp32", False, {}, 0),
-        ("bf16", False, {}, 0),
-        ("fp16", False, {}, 0),
-        ("bf16", False, dict(activation_checkpointing="block"), 8),
-        ("bf16", True, {}, 0),
-        ("bf16", True, dict(activation_checkpointing="block"), 8),
-        ("fp32", True, dict(compile_memory_budget=0.75), 0),
+        (dict(precision="fp32"), 0, 0),
+        (dict(precision="bf16"), 0, 0),
+        (dict(precision="fp16"), 0, 0),
+        (dict(precision="bf16", weight_dtype="bf16"), 0, 0),
+        (dict(precision="bf16", activation_checkpointing="block"), 4, 7),
+        (dict(precision="bf16", compile_memory_budget=0.75), 0, 0),
     ],
+    ids=str,
 )
 def test_a_block_has_12_products_in_a_step_and_trains_as_with_21(
-    precision: str, compile: bool, train: Any, again: int, monkeypatch: pytest.MonkeyPatch
+    train: Any, again: int, separately_again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
-    losses, count, weights = losses_of(precision, compile, **train)
+    losses, count, weights = losses_of(**train)
     monkeypatch.setattr(packed_linear, "side_by_side", lambda weights: None)
-    separate_losses, separate_count, separate_weights = losses_of(precision, compile, **train)
+    separate_losses, separate_count, separate_weights = losses_of(**train)
     of_head = 3
-    assert (count, separate_count) == (2 * 12 + of_head + again, 2 * 21 + of_head + (again and 14))
-    assert losses == pytest.approx(separate_losses, rel=1e-6 if precision == "fp32" else 1e-3)  # other orders of sums
+    assert (count, separate_count) == (2 * (12 + again) + of_head, 2 * (21 + separately_again) + of_head)
+    assert losses == pytest.approx(separate_losses, rel=1e-6 if train["precision"] == "fp32" else 1e-3)  # sums differ
     assert list(weights) == list(separate_weights)
 
 
+@pytest.mark.usefixtures("_without_code")
+def test_micro_batches_add_up_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = dict(precision="bf16", gradient_accumulation_steps=2)
+    losses, count, _ = losses_of(**train)
+    monkeypatch.setattr(packed_linear, "side_by_side", lambda weights: None)
+    assert count == 2 * (2 * 12 + 3)
+    assert losses == pytest.approx(losses_of(**train)[0], rel=1e-3)
+
+
+@pytest.mark.usefixtures("_without_code")
 @pytest.mark.parametrize("attention", ["flash_torch", "sdpa"])
-@pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_a_block_keeps_no_more_for_its_backward_pass(
-    attention: str, compile: bool, qk_norm: bool, monkeypatch: pytest.MonkeyPatch
+    attention: str, qk_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
-
     def kept() -> int:
         torch._dynamo.reset()
         model = TransformerLM(8, 64, 32, 1, 4, 64, attention=get_attention(attention), num_kv_heads=2, qk_norm=qk_norm)
-        prepare_model(model, TrainConfig(compile=compile))
+        prepare_model(model, TrainConfig(compile=True))
         pack_matrices(model)
         own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         found: dict[int, tuple[int, Tensor]] = {}
@@ -223,6 +236,17 @@ def test_a_block_keeps_no_more_for_its_backward_pass(
     assert packed == kept()
 
 
+@pytest.mark.usefixtures("_without_code")
+def test_blocks_share_one_compilation() -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    how = dict(compile=True, precision="bf16")
+    with tiny_trainer(make_config(Path("unused"), train=how, model=dict(num_layers=4))) as trainer:
+        trainer.train_step()
+    assert counters["stats"]["unique_graphs"] == 3  # a block, the last norm and the loss
+
+
 def test_a_packed_model_has_the_same_parameters_in_one_tensor_a_block(tmp_path: Path) -> None:
     config = make_config(tmp_path, model=dict(num_layers=2, d_ff=96))
     torch.manual_seed(0)
@@ -237,33 +261,19 @@ def test_a_packed_model_has_the_same_parameters_in_one_tensor_a_block(tmp_path: 
         assert layer.ffn.w2.weight.data_ptr() > layer.ffn.w3.weight.data_ptr() > layer.ffn.w1.weight.data_ptr()
 
 
-def test_fp8_and_weights_in_other_memory_keep_their_products() -> None:
-    for precision, packs in (("fp32", False), ("fp8", False), ("bf16", True)):
-        model, how = TransformerLM(16, 16, 32, 1, 2, 64), TrainConfig(precision=precision)
-        prepare_model(model, how)
-        if precision == "bf16":
-            narrow_matrices(model, how)
-            pack_matrices(model)
-        seen = []
-        project = model.layers[0].ffn.project
-        assert isinstance(project, PackedLinear) == (precision != "fp8")
-        if isinstance(project, PackedLinear):
-            forward = TransformerBlock.forward
-            block = model.layers[0]
-
-            def look(*args: Any, block: Any = block, forward: Any = forward, seen: Any = seen) -> Tensor:
-                seen.append(block.ffn.project.packed is not None)
-                return forward(block, *args)
-
-            use_packed(block, look)(torch.randn(1, 16, 32, dtype=block.ffn.w1.weight.dtype))
-            assert seen == [packs]
-            assert block.ffn.project.packed is None
+@pytest.mark.parametrize("how, packs", [({}, True), (dict(precision="fp8"), False), (dict(compile=False), False)])
+def test_compiled_blocks_are_packed_but_not_in_fp8(how: Any, packs: bool) -> None:
+    model = TransformerLM(16, 16, 32, 1, 2, 64)
+    prepare_model(model, TrainConfig(**dict(compile=True) | how))
+    attn, ffn = model.layers[0].attn, model.layers[0].ffn
+    assert {isinstance(each.project, PackedLinear) for each in (attn, ffn)} == {packs}
 
 
 def products_of_ranks(strategy: str, shard_optimizer: bool) -> tuple[int, list[float]]:
     """Products of the second of two steps, and the losses."""
-    parallel: Any = dict(strategy=strategy, shard_optimizer=shard_optimizer)
-    config = make_config(Path("unused"), train=dict(precision="bf16"), parallel=parallel, model=dict(num_layers=2))
+    torch.compile = functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE)  # in a process of its own
+    parallel, train = dict(strategy=strategy, shard_optimizer=shard_optimizer), dict(compile=True, precision="bf16")
+    config = make_config(Path("unused"), train=train, parallel=parallel, model=dict(num_layers=2))
     torch.manual_seed(0)
     model = TransformerLM(**dataclasses.asdict(config.model.shape))
     trainer = Trainer(config, model, random_tokens(), torch.device("cpu"))
