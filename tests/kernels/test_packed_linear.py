@@ -41,7 +41,7 @@ def packed_outputs(layers: list[Linear], x: Tensor, copies_last: bool = False) -
     """The outputs, and whether they come from one product."""
     project = PackedLinear(layers, copies_last)
     project.packed = side_by_side([layer.weight for layer in layers])
-    return project(x, layers), project.packed is not None
+    return list(project(x, layers)), project.packed is not None
 
 
 def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
