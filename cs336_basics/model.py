@@ -11,7 +11,7 @@ Shapes: B batch, T positions in this call, S positions in the cache, H heads, D 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ class Linear(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
-def separately(x: Float[Tensor, "... d_in"], layers: Sequence[Linear]) -> Sequence[Tensor]:
-    """The outputs of layers that have one input. Any faster function that computes the same can replace it."""
-    return [layer(x) for layer in layers]
+def separately(x: Float[Tensor, "... d_in"], layers: Sequence[Linear]) -> Iterator[Tensor]:
+    """The output of each layer for the same x. Any faster function that computes the same can replace it."""
+    return (layer(x) for layer in layers)
 
 
 class LMHead(Linear):
@@ -144,8 +144,8 @@ class SwiGLU(nn.Module):
         self.w3 = Linear(d_model, d_ff)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        gate, up = self.project(x, (self.w1, self.w3))
-        return self.w2(nn.functional.silu(gate) * up)
+        outputs = self.project(x, (self.w1, self.w3))
+        return self.w2(nn.functional.silu(next(outputs)) * next(outputs))
 
 
 class LayerCache:

@@ -10,7 +10,7 @@ that lie apart, or that autocast would cast one by one, have a product each.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,13 +33,13 @@ class PackedLinear:
         self.layers, self.copies_last = layers, copies_last
         self.packed: Tensor | None = None
 
-    def __call__(self, x: Float[Tensor, "... d_in"], layers: Sequence[Linear]) -> Sequence[Tensor]:
+    def __call__(self, x: Float[Tensor, "... d_in"], layers: Sequence[Linear]) -> Iterator[Tensor]:
         if self.packed is None:
             return separately(x, layers)
         weights = [layer.weight for layer in layers]
         y = _PackedProduct.apply(x.to(self.packed.dtype), self.packed, *weights)
         *others, last = y.split([len(weight) for weight in weights], dim=-1)
-        return *others, last.contiguous() if self.copies_last else last
+        return iter((*others, last.contiguous() if self.copies_last else last))
 
 
 def use_packed(block: Any, forward: Callable[..., T]) -> Callable[..., T]:

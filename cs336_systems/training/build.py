@@ -218,7 +218,7 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
             layer.forward = compiled(layer.forward)
             if budget < 1:
                 layer.forward = functools.partial(_within_budget, layer.forward, budget)
-            if config.precision != "fp8":
+            if config.packs:
                 layer.forward = use_packed(layer, layer.forward)
         if is_checkpointed and not config.keeps_attention:
             layer.forward = functools.partial(_checkpointed, layer.forward)

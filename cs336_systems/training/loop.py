@@ -99,7 +99,8 @@ class Trainer:
         prepare_model(model, config.train)
         narrow = config.train.has_masters and not strategy_of(config).strategy.needs_float32
         masters = narrow_matrices(model, config.train) if narrow else {}
-        pack_matrices(model)
+        if config.train.packs:
+            pack_matrices(model)
         self.strategy = wrap_model(config, model)  # called like the model that it wraps
         self.scale: GradientScale | None = None
         """Decides on the device whether the step counts; None if the host decides."""

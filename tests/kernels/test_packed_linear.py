@@ -16,7 +16,9 @@ from cs336_systems.kernels import packed_linear
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.kernels.packed_linear import PackedLinear, side_by_side
 from cs336_systems.training.build import pack_matrices, prepare_model
+from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer
+from cs336_systems.training.pipeline import train
 
 from ..distributed import run_ranks
 from ..training.helpers import assert_same_tensors, make_config, random_tokens, tiny_trainer
@@ -41,7 +43,7 @@ def packed_outputs(layers: list[Linear], x: Tensor, copies_last: bool = False) -
     """The outputs, and whether they come from one product."""
     project = PackedLinear(layers, copies_last)
     project.packed = side_by_side([layer.weight for layer in layers])
-    return project(x, layers), project.packed is not None
+    return list(project(x, layers)), project.packed is not None
 
 
 def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
@@ -175,7 +177,7 @@ def _without_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_without_code")
 @pytest.mark.parametrize(
-    "train, again, separately_again",
+    "how, again, separately_again",
     [
         (dict(precision="fp32"), 0, 0),
         (dict(precision="bf16"), 0, 0),
@@ -187,24 +189,24 @@ def _without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_a_block_has_12_products_in_a_step_and_trains_as_with_21(
-    train: Any, again: int, separately_again: int, monkeypatch: pytest.MonkeyPatch
+    how: Any, again: int, separately_again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses, count, weights = losses_of(**train)
+    losses, count, weights = losses_of(**how)
     monkeypatch.setattr(packed_linear, "side_by_side", lambda weights: None)
-    separate_losses, separate_count, separate_weights = losses_of(**train)
+    separate_losses, separate_count, separate_weights = losses_of(**how)
     of_head = 3
     assert (count, separate_count) == (2 * (12 + again) + of_head, 2 * (21 + separately_again) + of_head)
-    assert losses == pytest.approx(separate_losses, rel=1e-6 if train["precision"] == "fp32" else 1e-3)  # sums differ
+    assert losses == pytest.approx(separate_losses, rel=1e-6 if how["precision"] == "fp32" else 1e-3)  # sums differ
     assert list(weights) == list(separate_weights)
 
 
 @pytest.mark.usefixtures("_without_code")
 def test_micro_batches_add_up_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = dict(precision="bf16", gradient_accumulation_steps=2)
-    losses, count, _ = losses_of(**train)
+    how = dict(precision="bf16", gradient_accumulation_steps=2)
+    losses, count, _ = losses_of(**how)
     monkeypatch.setattr(packed_linear, "side_by_side", lambda weights: None)
     assert count == 2 * (2 * 12 + 3)
-    assert losses == pytest.approx(losses_of(**train)[0], rel=1e-3)
+    assert losses == pytest.approx(losses_of(**how)[0], rel=1e-3)
 
 
 @pytest.mark.usefixtures("_without_code")
@@ -259,6 +261,22 @@ def test_a_packed_model_has_the_same_parameters_in_one_tensor_a_block(tmp_path: 
     for layer in model.layers:
         assert len({p.untyped_storage().data_ptr() for p in layer.parameters() if p.ndim == 2}) == 1
         assert layer.ffn.w2.weight.data_ptr() > layer.ffn.w3.weight.data_ptr() > layer.ffn.w1.weight.data_ptr()
+
+
+@pytest.mark.usefixtures("_without_code")
+def test_a_run_goes_on_from_a_checkpoint_of_separate_products(tmp_path: Path) -> None:
+    def weights(run: str, steps: int, compile: bool) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        how = dict(compile=compile, precision="bf16", max_steps=steps)
+        optimizer = dict(warmup_steps=1, lr=1e-3, min_lr=1e-3)
+        train(make_config(tmp_path, run=run, resume="auto", train=how, optimizer=optimizer))
+        return load_model(tmp_path / run).state_dict
+
+    weights("other", 2, compile=False)
+    expected, found = weights("one", 4, compile=True), weights("other", 4, compile=True)
+    assert list(found) == list(expected)
+    for name, weight in expected.items():
+        assert torch.linalg.vector_norm(found[name] - weight) < 2e-3 * torch.linalg.vector_norm(weight), name
 
 
 @pytest.mark.parametrize("how, packs", [({}, True), (dict(precision="fp8"), False), (dict(compile=False), False)])
