@@ -37,8 +37,7 @@ class PackedLinear:
         if self.packed is None:
             return separately(x, layers)
         weights = [layer.weight for layer in layers]
-        y = _PackedProduct.apply(x.to(self.packed.dtype), self.packed, *weights)
-        *others, last = y.split([len(weight) for weight in weights], dim=-1)
+        *others, last = _PackedProduct.apply(x.to(self.packed.dtype), self.packed, *weights)
         return iter((*others, last.contiguous() if self.copies_last else last))
 
 
@@ -84,17 +83,21 @@ def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 class _PackedProduct(torch.autograd.Function):
-    """The gradients of the weights are views of one product."""
+    """The outputs are views of one product, and so are the gradients of the weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x.flatten(end_dim=-2), packed)
         ctx.rows = [len(weight) for weight in weights]
-        return nn.functional.linear(x, packed)
+        return nn.functional.linear(x, packed).split(ctx.rows, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (x, packed), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        (x, packed), needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        # Not torch.cat: on a GPU it is compiled to a kernel that computes all gradients everywhere, and selects.
+        dy = x.new_empty(*gradients[0].shape[:-1], len(packed))
+        for part, gradient in zip(dy.split(ctx.rows, dim=-1), gradients, strict=True):
+            part.copy_(gradient)
         dx = dy @ packed if ctx.needs_input_grad[0] else None
         dW: list[Tensor | None] = [None] * len(needed)
         if any(needed):
