@@ -22,6 +22,30 @@ from cs336_basics.model import Linear, separately
 T = TypeVar("T")
 
 
+@torch.library.custom_op("cs336::concatenated", mutates_args=())
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """torch.cat along the last axis, for compiled code: see `_write_parts_in_place`."""
+    return torch.cat(list(parts), dim=-1)
+
+
+@concatenated.register_fake
+def _(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), dim=-1)
+
+
+@functools.cache
+def _write_parts_in_place() -> None:
+    """Have the compiler write each part of `concatenated` where it belongs in the result.
+
+    It makes another kernel of torch.cat on a GPU, which computes all parts for each element, and takes one.
+    """
+    from torch._inductor import ir, lowering  # not with the module: it takes a second
+
+    @lowering.register_lowering(torch.ops.cs336.concatenated.default, type_promotion_kind=None)
+    def lower(parts: Sequence[Any]) -> Any:
+        return ir.TensorBox(ir.ConcatKernel.create(parts, len(parts[0].get_size()) - 1))
+
+
 class PackedLinear:
     """The outputs of sibling layers, in place of `separately`: views of one product, while it has the packed weight.
 
@@ -46,6 +70,7 @@ def use_packed(block: Any, forward: Callable[..., T]) -> Callable[..., T]:
 
     Attention keeps v, and q and k after their rotation. Before it they are kept only for norms of them.
     """
+    _write_parts_in_place()
     attn, ffn = block.attn, block.ffn
     has_norms = not isinstance(attn.q_norm, nn.Identity)
     attn.project = PackedLinear((attn.q_proj, attn.k_proj, attn.v_proj), copies_last=not has_norms)
@@ -94,10 +119,7 @@ class _PackedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x, packed), needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        # Not torch.cat: on a GPU it is compiled to a kernel that computes all gradients everywhere, and selects.
-        dy = x.new_empty(*gradients[0].shape[:-1], len(packed))
-        for part, gradient in zip(dy.split(ctx.rows, dim=-1), gradients, strict=True):
-            part.copy_(gradient)
+        dy = torch.ops.cs336.concatenated(gradients)
         dx = dy @ packed if ctx.needs_input_grad[0] else None
         dW: list[Tensor | None] = [None] * len(needed)
         if any(needed):
