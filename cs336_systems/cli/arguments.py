@@ -217,7 +217,7 @@ def _one_line(message: str, parser: ArgumentParser) -> str:
     message = " ".join(message.split())
     if found := re.search(r"unrecognized arguments: --([\w.-]+)", message):
         return unknown_field(found[1], parser)
-    if found := re.search(r"unrecognized arguments: (\S+\.json)", message):
+    if found := re.search(r"unrecognized arguments: (\S+\.json)(?: |$)", message):
         return f"{found[1]} is given without its option: a configuration file is given by --config {found[1]}"
     if found := re.search(r"arguments are required: (\w+)", message):
         choices = next(list(action.choices or ()) for action in parser._actions if action.dest == found[1])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336_basics.files import write_json
 
-from ..config.checks import require_at_least
+from ..config.checks import require_at_least, without_groups
 from ..machine.console import launched_rank, say
 from .arguments import make_parser, parse
 from .models import tokenizer_of
@@ -53,7 +53,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         check_devices(options.device, options.devices, "devices")
         call_in_processes([f"{__name__}:evaluate", *arguments], options.devices)
         return 0
-    with device_of_rank(options.device) as device:
+    with without_groups(), device_of_rank(options.device) as device:
         loaded = load_model(options.run)
         length = min(loaded.shape.context_length, 2048) if options.context_length is None else options.context_length
         result = (_on_text if options.text else _on_tasks)(options, loaded, device, length)

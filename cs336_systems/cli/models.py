@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..config.checks import without_groups
 from ..config.run import SampleConfig
 from ..machine.console import visible
 from .arguments import make_parser, parse
@@ -25,7 +26,9 @@ def generate(arguments: Sequence[str]) -> int:
     from ..training.load import load_model
     from ..training.sample import sample_text
 
-    device, run = use_device(options.pop("device"), or_mps=True), options.pop("run")
+    run = options.pop("run")
+    with without_groups():
+        device = use_device(options.pop("device"), or_mps=True)
     sampling = SampleConfig(**options)
     loaded = load_model(run)
     text = sample_text(loaded.build(device), tokenizer_of(loaded), sampling)

@@ -392,7 +392,8 @@ class RunConfig:
         decay, most = optimizer.decay_steps, end - (self.optimizer.warmup_steps or 0)
         accepted = "left out unless optimizer.schedule is 'wsd'"
         require_field(optimizer, "optimizer.decay_steps", decay is None or optimizer.schedule == "wsd", accepted)
-        accepted = f"at most the number of steps after the warm-up, {most}"
+        warmup_steps = self.optimizer.warmup_steps
+        accepted = f"at most {max(most, 0)}, the steps that optimizer.warmup_steps, {warmup_steps}, leaves of {end}"
         require_field(optimizer, "optimizer.decay_steps", decay is None or decay <= most, accepted)
 
     def check_world_size(self, world_size: int) -> None:

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _TEXT, _RECORDS = (".txt", ".md"), (".jsonl", ".ndjson", ".parquet")
 _COMPRESSED = (".gz", ".zst")
+_UNREADABLE = (".json", ".csv", ".tsv", ".bz2", ".xz", ".zip")
+"""Formats that would be taken for text."""
 _MOST_BAD = 0.01
 """The largest share of records that may be without text."""
 _SHOWN = 3
@@ -37,20 +39,25 @@ Records = Iterable[tuple[str, str | None, Any]]
 def is_plain(name: str) -> bool:
     """Whether a name is of one file that is text as it is, with `<|endoftext|>` between its documents."""
     path = Path(name)
-    return not path.is_dir() and not _is_pattern(path) and path.suffix.lower() not in (*_RECORDS, *_COMPRESSED)
+    others = *_RECORDS, *_COMPRESSED, *_UNREADABLE
+    return not path.is_dir() and not _is_pattern(path) and path.suffix.lower() not in others
 
 
 def find_files(name: str, field: str) -> list[Path]:
     """The files that a name means: the file itself, those in a folder and below it, or those that match a pattern.
 
     Hidden ones are left out, such as a Mac's ._a.txt and Jupyter's .ipynb_checkpoints, unless the name has them.
-    Raises FileNotFoundError or ValueError with the configuration's field if there is none.
+    In a folder only texts and records count; the log names the suffixes of the others.
+    Raises FileNotFoundError or ValueError with the configuration's field if there is none, and for other formats.
     """
-    path = Path(name)
+    path, kinds = Path(name), ", ".join((*_TEXT, *_RECORDS))
     if path.is_file():
-        return [path]
-    if path.is_dir():
-        found = [file for file in path.rglob("*") if _kind(file) in (*_TEXT, *_RECORDS)]
+        found = [path]
+    elif path.is_dir():
+        files = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path)]
+        found = [file for file in files if _kind(file) in (*_TEXT, *_RECORDS)]
+        if others := sorted({file.suffix for file in files if file not in found}):
+            logger.info("text: %s files of %s are left out: %s", len(files) - len(found), name, ", ".join(others))
     elif _is_pattern(path):
         root = Path(path.anchor)
         found = [*root.glob(str(path.relative_to(root)))]
@@ -58,8 +65,10 @@ def find_files(name: str, field: str) -> list[Path]:
         raise FileNotFoundError(f"{field} {name} does not exist")
     found = sorted(file for file in found if file.is_file() and not _is_hidden(file, path))
     if not found:
-        kinds = ", ".join((*_TEXT, *_RECORDS))
         raise ValueError(f"{field} {name} has no files: it must have some of {kinds}, also compressed")
+    if wrong := [file for file in found if file.suffix.lower() in _UNREADABLE or _kind(file) in _UNREADABLE]:
+        accepted = f"text or one of {', '.join(_RECORDS)}, also as {' or '.join(_COMPRESSED)}"
+        raise ValueError(f"{field} is {wrong[0]}: it must be {accepted}")
     return found
 
 
@@ -128,7 +137,9 @@ def read_dataset(data: DataConfig, after: Any = None) -> Records:
         first = [*itertools.islice(remaining, 1)]
     except Exception as error:  # the errors of a network have no common base
         kind = ValueError if isinstance(error, ValueError | FileNotFoundError) else ConnectionError
-        raise kind(f"data.hf_path is {name!r}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        given = f"data.hf_path is {name!r}, data.hf_name {data.hf_name!r}, data.hf_split {data.hf_split!r}"
+        raise kind(f"{given}: {reason}") from error
     if first and data.text_field not in first[0]:
         raise ValueError(f"data.text_field is {data.text_field!r}: {name} has the columns {', '.join(first[0])}")
     try:

@@ -88,7 +88,7 @@ class Hopper:
 EXPONENTIAL, WAIT_FOR_PRODUCTS = "MUFU.EX2", "DEPBAR.LE gsb0, "
 TURN = re.compile(r"BAR\.SYNC\S* 0x([ab]), 0x100 ;(.*?)BAR\.ARV 0x([ab]), 0x100 ;", re.DOTALL)
 """From the wait for a turn to where it is passed on."""
-SPILLED, SPILLED_ELSEWHERE = 33, 1
+SPILLED, SPILLED_ELSEWHERE = 33, 2
 """The most loads and stores of spilled registers in a loop, with documents or in order, and elsewhere: Triton 3.9."""
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 """A program's limit, by compute capability. The tiles were measured on Hopper, and must fit an A100 too."""
@@ -166,10 +166,8 @@ def compile_gluon() -> None:
                 assert compiled.metadata.shared <= SHARED_MEMORY[90], case
                 spills = spilled_in_loops(compiled.asm["cubin"])
                 assert len(spills) >= 2, case  # every warpgroup that computes has such loops
-                assert max(spills) <= (SPILLED_ELSEWHERE if band is None and " " not in phase else SPILLED), (
-                    case,
-                    spills,
-                )
+                most = SPILLED_ELSEWHERE if band is None and " " not in phase else SPILLED
+                assert max(spills) <= most, (case, spills)
                 unset = unset_registers(listed(compiled.asm["cubin"]))
                 assert not unset, (case, unset)
                 sass = compiled.asm["sass"]

@@ -100,6 +100,18 @@ def test_no_file_is_an_error_with_the_field(name: str, message: str, tmp_path: P
         find_files(str(tmp_path / name), "data.train_text")
 
 
+@pytest.mark.parametrize("name", ["a.json", "*", "a.csv.gz", "a.txt.bz2"])
+def test_other_formats_are_not_taken_for_text(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for file in ("a.json", "a.csv.gz", "a.txt.bz2", "a.txt"):
+        (tmp_path / file).write_text("[]")
+    assert not is_plain(str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"data.train_text is .*/a\..*: it must be text or one of .jsonl, .ndjson, "):
+        find_files(str(tmp_path / name), "data.train_text")
+    with caplog.at_level(logging.INFO):
+        assert find_files(str(tmp_path), "data.train_text") == [tmp_path / "a.txt"]
+    assert caplog.messages[-1] == f"text: 3 files of {tmp_path} are left out: .bz2, .gz, .json"
+
+
 def test_what_cannot_be_in_the_text_is_replaced(tmp_path: Path) -> None:
     collect(lambda _: [("here", f"half a pair \ud800, a mark{DOCUMENT_END}", 0)], tmp_path / "out")
     assert (tmp_path / "out").read_text() == f"half a pair ?, a mark\n\ufffd{DOCUMENT_END}"
