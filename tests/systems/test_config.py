@@ -286,7 +286,8 @@ def test_min_lr_is_a_tenth_of_lr_unless_given() -> None:
     "optimizer, message",
     [
         (dict(decay_steps=5), r"decay_steps is 5: it must be left out unless optimizer\.schedule is 'wsd'"),
-        (dict(schedule="wsd", decay_steps=11, warmup_steps=10), "decay_steps is 11: it must be at most .* warm-up, 10"),
+        (dict(schedule="wsd", decay_steps=11, warmup_steps=10), "decay_steps is 11: it must be at most 10, the steps "),
+        (dict(schedule="wsd", decay_steps=1, warmup_steps=30), "it must be at most 0, the steps .* 30, leaves of 20"),
     ],
 )
 def test_a_decay_that_does_not_fit_is_refused(optimizer: dict[str, Any], message: str) -> None:
