@@ -182,6 +182,9 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
                 del architecture["model.context_length"]  # no weight depends on it
                 check_identity(model.checkpoint, model.manifest, architecture, [_LEAVE_OUT], partly=True)
                 _check_tokenizer_is_named(config.data, model)
+                own, new = model.shape.context_length, config.model.shape.context_length
+                if own != new:
+                    logger.info(f"weights: their model has a context of {own}; this run and its export have {new}")
                 weights.append(model)
             return Plan(named, run_dir)
         checkpoint, manifest = found
