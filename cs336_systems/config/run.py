@@ -389,11 +389,11 @@ class RunConfig:
         elif optimizer.cosine_steps is not None:
             accepted = f"at least optimizer.warmup_steps, {optimizer.warmup_steps}"
             require_field(optimizer, "optimizer.cosine_steps", optimizer.warmup_steps <= end, accepted)
-        given = self.optimizer.warmup_steps or 0
-        decay, most = optimizer.decay_steps, max(end - given, 0)
+        warmup = self.optimizer.warmup_steps or 0
+        decay, most = optimizer.decay_steps, max(end - warmup, 0)
         accepted = "left out unless optimizer.schedule is 'wsd'"
         require_field(optimizer, "optimizer.decay_steps", decay is None or optimizer.schedule == "wsd", accepted)
-        accepted = f"at most {most}, the steps that optimizer.warmup_steps, {given}, leaves of {end}"
+        accepted = f"at most {most}, the steps that optimizer.warmup_steps, {warmup}, leaves of {end}"
         require_field(optimizer, "optimizer.decay_steps", decay is None or decay <= most, accepted)
 
     def check_world_size(self, world_size: int) -> None:

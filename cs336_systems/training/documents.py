@@ -66,7 +66,7 @@ def find_files(name: str, field: str) -> list[Path]:
     found = sorted(file for file in found if file.is_file() and not _is_hidden(file, path))
     if not found:
         raise ValueError(f"{field} {name} has no files: it must have some of {kinds}, also compressed")
-    if wrong := [file for file in found if file.suffix.lower() in _UNREADABLE or _kind(file) in _UNREADABLE]:
+    if wrong := [file for file in found if _kind(file) in _UNREADABLE]:
         accepted = f"text or one of {', '.join(_RECORDS)}, also as {' or '.join(_COMPRESSED)}"
         raise ValueError(f"{field} is {wrong[0]}: it must be {accepted}")
     return found

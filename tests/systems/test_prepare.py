@@ -351,6 +351,14 @@ def test_a_file_that_was_not_made_here_is_not_replaced_by_a_sidecar(two_texts: P
     assert Path("d", name).read_text() == '{"precious": 1}'
 
 
+def test_the_text_itself_is_not_replaced_by_a_sidecar(two_texts: Path) -> None:
+    Path("d").mkdir()
+    Path("d/train.json").write_text(TEXT)
+    with pytest.raises(ValueError, match=r"^data\.train_text is d/train\.json: it must be text or one of "):
+        prepare_data(text_config(train_text="d/train.json"))
+    assert Path("d/train.json").read_text() == TEXT
+
+
 def test_another_text_leaves_the_files_of_the_first_by_default(two_texts: Path) -> None:
     prepare_data(text_config(data_dir=None))
     before = contents("data/text/input")
