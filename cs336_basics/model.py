@@ -11,7 +11,7 @@ Shapes: B batch, T positions in this call, S positions in the cache, H heads, D 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         return nn.functional.linear(x, self.weight)
+
+
+def separately(x: Float[Tensor, "... d_in"], layers: Sequence[Linear]) -> Iterator[Tensor]:
+    """The output of each layer for the same x. Any faster function that computes the same can replace it."""
+    return (layer(x) for layer in layers)
 
 
 class LMHead(Linear):
@@ -133,12 +138,14 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
+        self.project = separately
         self.w1 = Linear(d_model, d_ff)
         self.w2 = Linear(d_ff, d_model)
         self.w3 = Linear(d_model, d_ff)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+        outputs = self.project(x, (self.w1, self.w3))
+        return self.w2(nn.functional.silu(next(outputs)) * next(outputs))
 
 
 class LayerCache:
@@ -188,6 +195,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.head_dim = head_dim or d_model // num_heads
         self.rope = rope
         self.attention = attention
+        self.project = separately
         self.q_proj = Linear(d_model, self.num_heads * self.head_dim)
         self.k_proj = Linear(d_model, self.num_kv_heads * self.head_dim)
         self.v_proj = Linear(d_model, self.num_kv_heads * self.head_dim)
@@ -201,7 +209,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         def split_heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-        q, k, v = (split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = map(split_heads, self.project(x, (self.q_proj, self.k_proj, self.v_proj)))
         start = 0 if cache is None else cache.length
         q, k = self.rope(self.q_norm(q), start), self.rope(self.k_norm(k), start)
         if cache is not None:

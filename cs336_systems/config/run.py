@@ -197,6 +197,11 @@ class TrainConfig:
         return self.precision != "fp32" and self.weight_dtype == "fp32"
 
     @property
+    def packs(self) -> bool:
+        """Whether layers of a block with one input are one product. In eager mode each has its own, easy to follow."""
+        return bool(self.compile) and self.precision != "fp8"
+
+    @property
     def checkpointed(self) -> tuple[str, int] | None:
         """Checkpointed blocks: ("first", K), ("every", K), ("groups", K), or None for no block."""
         return checkpointed_blocks(self.activation_checkpointing, "train.")

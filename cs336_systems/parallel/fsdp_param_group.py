@@ -286,6 +286,7 @@ def shard_module(
     parameter_names = {p: name for name, p in module.named_parameters()}
     groups: list[list[ParamGroup]] = [[] for _ in modules]
     for (numbers, dtype), parameters in by_callers.items():
+        parameters.sort(key=lambda p: p.shape[1:])  # layers of one input lie side by side, and can be one product
         params = [ShardedParam(p, parameter_names[p], holders[p]) for p in parameters]
         name = " and ".join(names[modules[number]] for number in numbers)
         group = ParamGroup(name, params, compute_dtype or dtype, grad_dtype)

@@ -27,7 +27,7 @@ class BroadcastBucket:
             self.sent += [(p.detach(), owner) for p in share if p in immovable]
             movable = [p for p in share if p not in immovable]
             for dtype in dict.fromkeys(p.dtype for p in movable):
-                self.sent.append((_flatten([p for p in movable if p.dtype == dtype]), owner))
+                self.sent.append((flatten([p for p in movable if p.dtype == dtype]), owner))
             self._addresses += [(p, p.data_ptr()) for p in share]
 
     def check_addresses(self) -> None:
@@ -38,7 +38,7 @@ class BroadcastBucket:
                                  "or `module.to(...)`): it needs a new optimizer")  # fmt: skip
 
 
-def _flatten(parameters: list[Tensor]) -> Tensor:
+def flatten(parameters: list[Tensor]) -> Tensor:
     """Move parameters into one flat tensor."""
     unit = _ALIGNMENT // parameters[0].itemsize
     *starts, size = accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0)

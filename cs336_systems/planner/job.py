@@ -148,6 +148,12 @@ class Job:
         return self.precision == "fp8" and not self.is_sharded and self.strategy not in NEED_FLOAT32
 
     @property
+    def packs(self) -> bool:
+        """Whether products with one input are one: q, k and v, and w1 and w3 (`kernels/packed_linear.py`)."""
+        lie_apart = self.casts_weights or self.strategy in ("fsdp_simple", "torch_fsdp")
+        return self.compile and self.precision != "fp8" and not lie_apart
+
+    @property
     def recomputes_elementwise(self) -> bool:
         """Whether compiled blocks recompute what needs no product: norms, and the gated product."""
         return self.precision == "fp8" or self.compile_memory_budget < 1

@@ -16,10 +16,14 @@ TILES = {1: _LARGE, 2: _LARGE, 4: (*_LARGE, (128, 64, 0.95), (64, 128, 0.95), (6
 def products(job: Job) -> Iterator[tuple[int, tuple[int, int, int]]]:
     """Counts and sizes M, N, K of the products (M x K) (K x N) with weights in a forward pass, without attention."""
     s, t, (of_q, of_k) = job.shape, job.tokens, widths(job.shape)
-    yield s.num_layers, (t, of_q, s.d_model)
-    yield 2 * s.num_layers, (t, of_k, s.d_model)
+    if job.packs:
+        yield s.num_layers, (t, of_q + 2 * of_k, s.d_model)
+        yield s.num_layers, (t, 2 * s.d_ff, s.d_model)
+    else:
+        yield s.num_layers, (t, of_q, s.d_model)
+        yield 2 * s.num_layers, (t, of_k, s.d_model)
+        yield 2 * s.num_layers, (t, s.d_ff, s.d_model)
     yield s.num_layers, (t, s.d_model, of_q)
-    yield 2 * s.num_layers, (t, s.d_ff, s.d_model)
     yield s.num_layers, (t, s.d_model, s.d_ff)
     yield 1, (t, s.vocab_size, s.d_model)
 

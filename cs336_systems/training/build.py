@@ -20,9 +20,11 @@ from ..config.run import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ..kernels.attention import get_attention, is_attention
 from ..kernels.fp8_linear import use_fp8
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
+from ..kernels.packed_linear import use_packed
 from ..machine.hardware import DTYPES
 from ..parallel import Options, StrategyFactory, comm, get_strategy
 from ..parallel.strategy import Strategy
+from ..parallel.zero1_buckets import flatten
 from ..planner.accounting import orthogonalization_flops
 from .load import LoadedModel
 from .muon import Muon
@@ -84,6 +86,16 @@ def narrow_matrices(model: TransformerLM, config: TrainConfig) -> dict[str, Tens
         for name, master in masters.items():
             model.get_parameter(name).copy_(master)
     return masters
+
+
+def pack_matrices(model: TransformerLM) -> None:
+    """Move the weights of each block's linear layers into one tensor, so that those with one input are one product.
+
+    They stay the same parameters. Those with rows of one width lie side by side: q, k and v, w1 and w3.
+    """
+    for layer in model.layers:
+        weights = [module.weight for module in layer.modules() if isinstance(module, Linear)]
+        flatten(sorted(weights, key=lambda weight: weight.shape[1]))
 
 
 def _in_bfloat16(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # a lambda could not be pickled
@@ -182,7 +194,8 @@ _selective = functools.partial(create_selective_checkpoint_contexts, _keep_atten
 def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     """Compile and checkpoint the blocks in place, as the configuration says, and compile the final norm.
 
-    Compiled blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside.
+    Compiled blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside. Their
+    products with one input are one, except in FP8.
 
     Checkpointed blocks keep only the input of each block, or of each group, and recompute the rest in the backward pass
     (Chen et al. 2016). A group is checkpointed around its blocks, so FSDP gathers its weights again. A block that keeps
@@ -205,6 +218,8 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
             layer.forward = compiled(layer.forward)
             if budget < 1:
                 layer.forward = functools.partial(_within_budget, layer.forward, budget)
+            if config.packs:
+                layer.forward = use_packed(layer, layer.forward)
         if is_checkpointed and not config.keeps_attention:
             layer.forward = functools.partial(_checkpointed, layer.forward)
         if offload.count and policy != "groups":

@@ -32,7 +32,16 @@ from ..parallel.peer_memory import PeerBuffer
 from ..planner.accounting import training_flops
 from .auto import resolve
 from .batches import BatchLoader, Tokens, micro_batch_size
-from .build import build_optimizer, compiled, masters_of, narrow_matrices, prepare_model, strategy_of, wrap_model
+from .build import (
+    build_optimizer,
+    compiled,
+    masters_of,
+    narrow_matrices,
+    pack_matrices,
+    prepare_model,
+    strategy_of,
+    wrap_model,
+)
 from .graph import RecordedStep
 from .optimizer import SMALLEST_LOSS_SCALE, GradientScale, learning_rate, set_learning_rate
 
@@ -90,6 +99,8 @@ class Trainer:
         prepare_model(model, config.train)
         narrow = config.train.has_masters and not strategy_of(config).strategy.needs_float32
         masters = narrow_matrices(model, config.train) if narrow else {}
+        if config.train.packs:
+            pack_matrices(model)
         self.strategy = wrap_model(config, model)  # called like the model that it wraps
         self.scale: GradientScale | None = None
         """Decides on the device whether the step counts; None if the host decides."""
