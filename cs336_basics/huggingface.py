@@ -272,10 +272,12 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
             raise ValueError(f"{path}: model_type is {config[name]!r}: it must be one of {', '.join(_DEFAULTS)}")
     config = {**_DEFAULT_NUMBERS, **_DEFAULTS[config["model_type"]], **config}
     rope: dict[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):  # the second, older one has the last word, as in transformers
-        rope |= config.get(name) or {}
+    places: dict[str, str] = {}  # what messages call its keys
+    for group in ("rope_parameters", "rope_scaling"):  # the second, older one has the last word, as in transformers
+        rope |= config.get(group) or {}
+        places |= {name: f"{group}.{name}" for name in config.get(group) or {}}
         if "type" in rope:
-            rope["rope_type"] = rope.pop("type")
+            rope["rope_type"], places["rope_type"] = rope.pop("type"), f"{group}.type"
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(f"{path}: rope_parameters has {nested[0]}: parameters for kinds of layers cannot be imported")
     rope_type = rope.get("rope_type") or "default"
@@ -284,13 +286,14 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
         value = (config | rope).get(name)
         if not isinstance(value, kind) and (value is not None or name in needed):
             accepted = "an integer" if kind is int else "a number"
-            raise ValueError(f"{path}: {name} is {value!r}: it must be {accepted}")
+            raise ValueError(f"{path}: {places.get(name, name)} is {value!r}: it must be {accepted}")
     for name, (accepted, found) in _fixed_settings(config, rope).items():
         if found != accepted:
-            raise ValueError(f"{path}: {name} is {found!r}, and only {accepted!r} can be imported")
+            raise ValueError(f"{path}: {places.get(name, name)} is {found!r}, and only {accepted!r} can be imported")
 
     if rope_type not in ("default", "llama3"):
-        raise ValueError(f"{path}: rope type is {rope_type!r}, and only 'default' and 'llama3' can be imported")
+        only = "only 'default' and 'llama3' can be imported"
+        raise ValueError(f"{path}: {places['rope_type']} is {rope_type!r}, and {only}")
     window, window_every = _window(path, config)
     scaling: Any = tuple(float(rope[name]) for name in _SCALING) if rope_type == "llama3" else None
     shape = ModelShape(
@@ -305,8 +308,9 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
         rope_theta=float((config | rope)["rope_theta"]),
         rope_scaling=scaling,
     )
+    names = _SIZES | _OPTIONS
     try:
-        shape.check(lambda ours: (_SIZES | _OPTIONS)[ours])
+        shape.check(lambda ours: places.get(names[ours], names[ours]))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return shape
