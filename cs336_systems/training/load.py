@@ -97,7 +97,8 @@ def _load_hf(folder: Path) -> LoadedModel:
 def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, Path]:
     """Write a run's newest model as a Hugging Face folder (default: hf in the run folder), in its train.weight_dtype.
 
-    Returns its checkpoint and the folder. Raises ValueError for a folder that holds anything but an export.
+    Returns its checkpoint and the folder. The log says if it replaces an earlier export. Raises ValueError for a folder
+    that holds anything but an export.
     """
     loaded = load_model(path)
     if out is None and is_hf_folder(path):
@@ -109,6 +110,8 @@ def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, P
     if is_run or not (is_export or is_new):
         raise ValueError(f"{out} holds files that are not of an export: give another folder")
     export_hf(loaded.state_dict, loaded.shape, loaded.tokenizer, out)
+    if is_export:
+        logger.warning("export: the model that was in %s is replaced", out)
     return loaded.checkpoint, out
 
 

@@ -240,8 +240,9 @@ def test_an_export_replaces_an_earlier_one_but_no_other_model_unless_it_is_told_
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "hf"
-    for _ in range(2):
+    for said in ("", f"export: the model that was in {out} is replaced\n"):
         assert run_command("export", trained, "--out", out) == 0
+        assert capsys.readouterr().out == f"{said}{load_model(trained).checkpoint} -> {out}\n"
     ours = (out / "model.safetensors").read_bytes()
     config = json.loads((out / "config.json").read_text())
     for theirs in (json.dumps({**config, "use_cache": True}), "[]", "{", None):
