@@ -16,7 +16,7 @@ from cs336_basics.tokenizer import Tokenizer
 
 from ..config.checks import from_json
 from ..config.model import ModelConfig
-from ..kernels.attention import get_attention
+from ..kernels.attention import check_limits, get_attention
 from ..machine.hardware import environment
 from .checkpoint import save_checkpoint
 from .folder import CHECKPOINTS, CONFIG, TOKENIZER
@@ -39,7 +39,9 @@ class LoadedModel:
     tokenizer: Tokenizer | None
 
     def build(self, device: str | torch.device, attention: str = "auto") -> TransformerLM:
-        """The model, in float32, on a device."""
+        """The model, in float32, on a device. Raises ValueError for a kernel that lacks the window of its blocks."""
+        if self.shape.window is not None:
+            check_limits(attention, "window")
         with torch.device(device):
             model = TransformerLM(**asdict(self.shape), attention=get_attention(attention))
         model.load_state_dict(self.state_dict)

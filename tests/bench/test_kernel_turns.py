@@ -1,6 +1,7 @@
 """Kernels in turns, with the preset `kernels`: kernels that run, that fail, that run out of memory."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,15 @@ def test_a_kernel_that_computes_in_another_type_is_an_error(monkeypatch: pytest.
     monkeypatch.setattr(torch.Tensor, "backward", lambda *_, **__: None)
     (row,) = measure("naive")
     assert (row.status, row.error) == ("error", "dtype 'fp32' was asked for and 'torch.float64' ran")
+
+
+@pytest.mark.parametrize("kernel", ["sdpa_math", "tests.kernels.test_own_kernels:einsum"])
+def test_a_kernel_that_lacks_an_argument_is_named_with_it(kernel: str) -> None:
+    for field, value, argument in (("window", 4, "window"), ("document_length", 8, "documents")):
+        lacking, other = measure(kernel, "naive", **{field: value})
+        expected = rf"ValueError: kernel is '{kernel}': it must be .* argument {argument}, .* because {field} is set"
+        assert re.fullmatch(expected, lacking.error or "")
+        assert other.status == "ok"
 
 
 def test_a_failing_kernel_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,17 @@ def test_a_kernel_that_serves_neither_is_named(option: dict[str, Any], tmp_path:
         check_config(make_config(tmp_path, **groups), torch.device("cpu"))
 
 
+def test_a_kernel_without_windows_is_refused_for_a_loaded_model_with_one(tmp_path: Path) -> None:
+    shape = make_config(tmp_path, model=WINDOWED).model.shape
+    model = TransformerLM(**dataclasses.asdict(shape))
+    export_hf(model.state_dict(), dataclasses.replace(shape, window_every=1), None, tmp_path / "hf")
+    loaded = load_model(tmp_path / "hf")
+    loaded.build("cpu", "flash_torch")
+    kernel = "tests.kernels.test_own_kernels:einsum"
+    with pytest.raises(ValueError, match=rf"^model\.attention is '{kernel}': .* the argument window, .* is set$"):
+        loaded.build("cpu", kernel)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with a tokenizer, as transformers saves it."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from ...kernels.attention import get_attention
+from ...config.checks import without_groups
+from ...kernels.attention import check_limits, get_attention
 from ...machine.hardware import DTYPE_NAMES, DTYPES, use_device
 from ...training.metrics import summarise
 from ..case import Case, row_config
@@ -117,6 +118,8 @@ class KernelInTurns:
 
     def first_call(self) -> None:
         """Time the first call, compilation included, then measure the memory of the second."""
+        with without_groups({"model.attention": "kernel", "data.documents": "document_length"}):
+            check_limits(self.config.kernel, *self.limits)
         begin = time.perf_counter()
         self.call()
         wait_for(self.do.device)

@@ -88,6 +88,18 @@ def is_attention(operator: Any) -> bool:
     return re.fullmatch(pattern, operator.name()) is not None
 
 
+def check_limits(name: str, *limits: str) -> None:
+    """Raise ValueError naming `model.attention` if the kernel lacks one of these arguments: window, documents."""
+    attention = get_attention(name)
+    for argument in limits:
+        try:
+            inspect.signature(attention).bind_partial(**{argument: None})
+        except TypeError:
+            field = {"window": "model.window", "documents": "data.documents"}[argument]
+            accepted = f"a kernel with the argument {argument}, such as flash_torch, because {field} is set"
+            require(False, "model.attention", name, accepted)
+
+
 def check_attention(
     name: str,
     head_size: int,
@@ -107,13 +119,7 @@ def check_attention(
     limits: dict[str, Any] = {"window": 4} if has_window else {}
     if has_documents:
         limits["documents"] = Documents.from_numbers(torch.zeros(1, 16, device=device))
-    for argument in limits:
-        try:
-            inspect.signature(attention).bind_partial(**{argument: None})
-        except TypeError:
-            field = {"window": "model.window", "documents": "data.documents"}[argument]
-            accepted = f"a kernel with the argument {argument}, such as auto or flash_torch, because {field} is set"
-            require(False, "model.attention", name, accepted)
+    check_limits(name, *limits)
     seen: list[bool] = []
 
     def note(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
