@@ -128,6 +128,8 @@ def read_dataset(data: DataConfig, after: Any = None) -> Records:
     datasets = _package("datasets", f"data.source {data.source!r}")
     name, path = str(data.hf_path), Path(str(data.hf_path))
     where = dict(path=str(path.resolve().parent), data_files=path.name) if path.is_file() else dict(path=name)
+    if (path / "state.json").is_file():  # of save_to_disk, whose folder load_dataset does not take by itself
+        where = dict(path="arrow", data_files=str(path / "data-*.arrow"))
     done, size, state = after or (0, 0, None)
     try:
         rows = datasets.load_dataset(**where, name=data.hf_name, split=data.hf_split, streaming=True)

@@ -235,6 +235,26 @@ def test_a_dataset_is_read_in_order_up_to_a_number_of_bytes(dataset: Path, caplo
     assert [text for _, text, _ in first] == ["document 100", "document 101"]
 
 
+@pytest.mark.parametrize("name", ["saved", "all"])
+def test_a_dataset_that_save_to_disk_has_written_is_read(name: str, dataset: Path) -> None:
+    import datasets
+
+    saved = datasets.Dataset.from_dict({"text": [f"document {i}" for i in range(5)]})
+    saved.save_to_disk("saved", num_shards=2)
+    saved.to_json("saved/cache-1.arrow")  # not of the dataset
+    datasets.DatasetDict(train=saved, test=saved.select([4])).save_to_disk("all")
+    read = functools.partial(read_dataset, DataConfig(source="hf", hf_path=name))
+    whole = [*read()]
+    assert [text for _, text, _ in whole] == [f"document {i}" for i in range(5)]
+    assert [text for _, text, _ in read(whole[2][2])] == ["document 3", "document 4"]
+    last = read_dataset(DataConfig(source="hf", hf_path=name, hf_split="test"))
+    if name == "all":
+        assert [text for _, text, _ in last] == ["document 4"]
+    else:
+        with pytest.raises(ValueError, match=r"data\.hf_path is 'saved', .*, data\.hf_split 'test': Bad split: test"):
+            next(iter(last))
+
+
 @pytest.mark.parametrize(
     "of, message",
     [
