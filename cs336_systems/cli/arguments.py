@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentError
@@ -219,6 +220,9 @@ def _one_line(message: str, parser: ArgumentParser) -> str:
         return unknown_field(found[1], parser)
     if found := re.search(r"unrecognized arguments: (\S+\.json)(?: |$)", message):
         return f"{found[1]} is given without its option: a configuration file is given by --config {found[1]}"
+    if (found := re.search(r"unrecognized arguments: (\S+)", message)) and os.path.exists(found[1]):
+        # The shell makes several words of a pattern.
+        return f"{found[1]} is given without its option: a pattern of several files needs quotes, as in 'books/*.txt'"
     if found := re.search(r"arguments are required: (\w+)", message):
         choices = next(list(action.choices or ()) for action in parser._actions if action.dest == found[1])
         return f"{found[1]} is missing: it must be one of {', '.join(choices)}" if choices else message

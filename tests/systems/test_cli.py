@@ -170,6 +170,15 @@ def test_a_mistake_with_another_command_is_one_line(cs336: Run, folder: Path, ar
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "words", [["evaluate", "run", "--text"], ["train", "--data.train_text"], ["speedrun", "--data.train_text"]]
+)
+def test_a_pattern_that_the_shell_has_expanded_needs_quotes(cs336: Run, two_texts: Path, words: list[str]) -> None:
+    needed = "valid.txt is given without its option: a pattern of several files needs quotes, as in 'books/*.txt'"
+    assert the_line(cs336(*words, *sorted(path.name for path in two_texts.glob("*.txt")))) == needed
+    assert the_line(cs336(*words, "input.txt", "more")) == "unrecognized arguments: more"
+
+
 def test_a_mistake_in_a_process_is_one_line_and_2() -> None:
     line = the_line(process("train", *TINY, "--train.batch_size=0"))
     assert line == "train.batch_size is 0: it must be at least 1"
