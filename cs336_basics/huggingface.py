@@ -317,7 +317,10 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
 
 
 def _window(path: Path, config: dict[str, Any]) -> tuple[int | None, int]:
-    """The window, None if it hides nothing, and every how many blocks it is. In Qwen 3 the last blocks have it."""
+    """The window and every how many blocks it is. In Qwen 3 the last blocks have it.
+
+    None if no block has one, or if it hides nothing and is in blocks where ours cannot be.
+    """
     is_qwen, num_layers = config["model_type"] == "qwen3", config["num_hidden_layers"]
     if config["model_type"] == "llama" or config["sliding_window"] is None:
         return None, 1
@@ -330,13 +333,15 @@ def _window(path: Path, config: dict[str, Any]) -> tuple[int | None, int]:
         raise ValueError(f"{path}: layer_types is {kinds!r}: it must have {full} or {sliding} for each of {num_layers}")
     with_window = [i for i, kind in enumerate(kinds) if kind == sliding]
     window = config["sliding_window"]
-    if not with_window or window >= config["max_position_embeddings"]:
+    if not with_window:
         return None, 1
     every = (*with_window, num_layers)[1]
-    if with_window != [*range(0, num_layers, every)]:
-        accepted = "only a window in all, or in every so many from the first, can be imported"
-        raise ValueError(f"{path}: sliding_window is {window} in the blocks {with_window}, counted from 0: {accepted}")
-    return window, every
+    if with_window == [*range(0, num_layers, every)]:
+        return window, every  # also if it hides nothing: the context may be made longer
+    if window >= config["max_position_embeddings"]:
+        return None, 1
+    accepted = "only a window in all, or in every so many from the first, can be imported"
+    raise ValueError(f"{path}: sliding_window is {window} in the blocks {with_window}, counted from 0: {accepted}")
 
 
 def _fixed_settings(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -221,7 +221,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             if start and self.window is not None:
                 k, v = k[:, :, -self.window :], v[:, :, -self.window :]
         limits: dict[str, Any] = {}  # none for attention functions without these arguments
-        if start == 0 and self.window is not None:
+        if start == 0 and self.window is not None and self.window < x.shape[1]:
             limits["window"] = self.window
         if documents is not None:
             limits["documents"] = documents

@@ -77,8 +77,10 @@ class ModelShape:
 
     @property
     def num_windowed(self) -> int:
-        """Blocks whose attention has the window."""
-        return 0 if self.window is None else -(-self.num_layers // self.window_every)
+        """Blocks whose attention has a window that hides keys."""
+        if self.window is None or self.window >= self.context_length:
+            return 0
+        return -(-self.num_layers // self.window_every)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, in JSON's types."""

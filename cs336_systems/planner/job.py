@@ -130,7 +130,7 @@ class Job:
         accepted = "another than torch_fsdp with tie_embeddings true: there is no prediction for both"
         require(not (tied and self.strategy == "torch_fsdp"), "strategy", self.strategy, accepted)
         accepted = f"one of {kernels} with window {window}: there is no prediction for others"
-        require(window is None or self.attention in WITH_WINDOW, "attention", self.attention, accepted)
+        require(not self.shape.num_windowed or self.attention in WITH_WINDOW, "attention", self.attention, accepted)
 
     @property
     def tokens(self) -> int:

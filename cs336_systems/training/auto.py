@@ -122,7 +122,7 @@ def why_not_recorded(config: RunConfig) -> str | None:
     if strategy in NOT_RECORDED or is_import_path(strategy):
         hint = "" if strategy in NOT_RECORDED else _HINT
         return f"parallel.strategy is {strategy}{hint}"
-    has_band = config.model.window is not None or config.data.documents
+    has_band = config.model.shape.num_windowed > 0 or config.data.documents
     waits = {"flash_torch": has_band, "flash_triton_compiled": has_band, "fa4": config.data.documents}
     if waits.get(attention):
         return f"model.attention is {attention}, which waits for the GPU to know what a window or documents hide"

@@ -40,7 +40,7 @@ class LoadedModel:
 
     def build(self, device: str | torch.device, attention: str = "auto") -> TransformerLM:
         """The model, in float32, on a device. Raises ValueError for a kernel that lacks the window of its blocks."""
-        if self.shape.window is not None:
+        if self.shape.num_windowed:
             check_limits(attention, "window")
         with torch.device(device):
             model = TransformerLM(**asdict(self.shape), attention=get_attention(attention))

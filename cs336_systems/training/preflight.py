@@ -31,7 +31,7 @@ def check_config(config: RunConfig, device: torch.device) -> None:
     strategy_of(config)
     shape = config.model.shape
     group = shape.num_heads // shape.kv_heads
-    dtype, has_window = DTYPES[config.train.precision], shape.window is not None
+    dtype, has_window = DTYPES[config.train.precision], shape.num_windowed > 0
     attention = config.model.attention
     limits = has_window, config.data.documents
     check_attention(attention, shape.head_size, dtype, device, group, *limits, config.train.keeps_attention)

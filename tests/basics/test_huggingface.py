@@ -314,6 +314,22 @@ def test_windows_beside_norms_of_queries_and_keys_are_exported_as_qwens(every: i
     check_export_folder(tmp_path)
 
 
+@pytest.mark.parametrize("window", [48, 100])
+def test_a_window_that_hides_nothing_is_there_when_the_context_is_made_longer(window: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    config = transformers.MistralConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=2, sliding_window=window)
+    theirs = transformers.MistralForCausalLM(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    shape, state, _ = import_hf(tmp_path / "theirs")
+    check_logits(dataclasses.replace(shape, context_length=128), state, theirs)
+    assert (shape.window, shape.num_windowed) == (window, 0)
+    export_hf(state, shape, None, tmp_path / "ours")
+    assert import_hf(tmp_path / "ours")[0] == shape
+    last = config.to_dict() | dict(model_type="qwen3") | LAST_BLOCK | dict(sliding_window=window)
+    (tmp_path / "config.json").write_text(json.dumps(last))
+    assert read_shape(tmp_path).window is None  # ours cannot be in the last block alone
+
+
 def test_a_tied_head_may_be_in_the_file_too(tmp_path: Path) -> None:
     shape = dataclasses.replace(SHAPE, tie_embeddings=True)
     export_hf(build(shape).state_dict(), shape, None, tmp_path)

@@ -183,6 +183,16 @@ def test_a_kernel_that_serves_neither_is_named(option: dict[str, Any], tmp_path:
         check_config(make_config(tmp_path, **groups), torch.device("cpu"))
 
 
+def test_a_window_that_hides_nothing_needs_no_kernel_for_windows(tmp_path: Path) -> None:
+    of = functools.partial(dict, attention="sdpa_math", context_length=16)
+    config = make_config(tmp_path, model=of(window=16))
+    check_config(config, torch.device("cpu"))
+    model = TransformerLM(**dataclasses.asdict(config.model.shape), attention=get_attention("sdpa_math"))
+    assert model(torch.arange(16)[None] % VOCAB_SIZE).isfinite().all()
+    with pytest.raises(ValueError, match=r"^model\.attention is 'sdpa_math': .* the argument window, "):
+        check_config(make_config(tmp_path, model=of(window=15)), torch.device("cpu"))
+
+
 def test_a_kernel_without_windows_is_refused_for_a_loaded_model_with_one(tmp_path: Path) -> None:
     shape = make_config(tmp_path, model=WINDOWED).model.shape
     model = TransformerLM(**dataclasses.asdict(shape))
