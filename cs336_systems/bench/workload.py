@@ -27,7 +27,7 @@ from ..planner.forward_memory import forward_peak_bytes
 from ..planner.job import Job, check_kept_attention
 from ..planner.memory import peak_bytes
 from ..planner.rows import workload_job
-from ..training.build import build_optimizer, compiled, prepare_blocks
+from ..training.build import build_optimizer, compiled, pack_matrices, prepare_blocks
 from .instruments.timing import Stopwatch
 from .instruments.trace import named_range
 
@@ -157,6 +157,8 @@ class Workbench:
         if config.mode == "train_step":
             self.optimizer = build_optimizer(self.model, OptimizerConfig(implementation=config.optimizer))
         prepare_blocks(self.model, config.train_config)
+        if config.train_config.packs:
+            pack_matrices(self.model)
         self._loss = compiled(cross_entropy) if config.compile else cross_entropy
         self._logits_dtype: torch.dtype | None = None
 

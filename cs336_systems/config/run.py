@@ -198,7 +198,7 @@ class TrainConfig:
 
     @property
     def packs(self) -> bool:
-        """Whether layers of a block with one input are one product. In eager mode each has its own, easy to follow."""
+        """Whether layers of a block with one input become one product. Eager blocks stay easy to follow."""
         return bool(self.compile) and self.precision != "fp8"
 
     @property

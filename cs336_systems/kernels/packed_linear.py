@@ -1,12 +1,15 @@
 """Linear layers with one input as one product, in compiled blocks: y = x [W1; W2; ...]^T.
 
 q, k and v of a block read the same x, and so do w1 and w3. As one product they read it once and fill the card better.
-So do their gradients, dx = dy [W1; W2; ...] and dW = dy^T x. A block has 12 products with weights in a step, not 21.
+So do their gradients, dx = dy [W1; W2; ...] and dW = dy^T x. The forward pass of a block has 4 products with weights
+instead of 7, and each has two gradients.
 
-The layers keep their parameters. If these lie one behind another in memory, a view of them all is the packed weight.
-Where they lie is looked up before each call of a block, outside of its compiled code, which sees a plain tensor and
-plain products. So it does not matter who has moved them (`training.build.pack_matrices`, or FSDP's gather). Weights
-that lie apart, or that autocast would cast one by one, have a product each.
+The layers keep their parameters. `training.build.pack_matrices` puts these one behind another in memory, and FSDP
+gathers them so. A view of them all is the packed weight. It is looked up before each call of a block, outside of its
+compiled code, which sees a plain tensor and plain products.
+
+Each layer has its own product where its weights lie apart (`fsdp_simple`, `torch_fsdp`, rows that FSDP pads, weights
+whose bytes are no multiple of 512), where autocast would cast them, and where a layer does more than its product.
 """
 
 import functools
@@ -24,7 +27,7 @@ T = TypeVar("T")
 
 @torch.library.custom_op("cs336::concatenated", mutates_args=())
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """torch.cat along the last axis, for compiled code: see `_write_parts_in_place`."""
+    """torch.cat along the last axis, as an operator whose compiled form we choose: see `_register_lowering`."""
     return torch.cat(list(parts), dim=-1)
 
 
@@ -34,10 +37,10 @@ def _(parts: Sequence[Tensor]) -> Tensor:
 
 
 @functools.cache
-def _write_parts_in_place() -> None:
-    """Have the compiler write each part of `concatenated` where it belongs in the result.
+def _register_lowering() -> None:
+    """Have Inductor write each part of `concatenated` once, to its place in the result.
 
-    It makes another kernel of torch.cat on a GPU, which computes all parts for each element, and takes one.
+    Of torch.cat it makes a kernel that computes every part for every element and masks all but one.
     """
     from torch._inductor import ir, lowering  # not with the module: it takes a second
 
@@ -47,15 +50,20 @@ def _write_parts_in_place() -> None:
 
 
 class PackedLinear:
-    """The outputs of sibling layers, in place of `separately`: views of one product, while it has the packed weight.
+    """The outputs of layers with one input, in place of `separately`: of one product if `find_weight` found its weight.
 
-    copies_last: the last output gets memory of its own, because it is kept for the backward pass when the others, and
-    with them the product, are not.
+    layers: returns the layers that the block has now. copies_last: the last output, v, gets memory of its own.
+    Attention keeps it for the backward pass, and as a view it would keep the whole product, q and k too.
     """
 
-    def __init__(self, layers: Sequence[Linear], copies_last: bool = False) -> None:
+    def __init__(self, layers: Callable[[], Sequence[Any]], copies_last: bool = False) -> None:
         self.layers, self.copies_last = layers, copies_last
         self.packed: Tensor | None = None
+
+    def find_weight(self) -> None:
+        """Set `packed`, if the layers do nothing but their products, and their weights lie side by side."""
+        layers = self.layers()
+        self.packed = packed_view([layer.weight for layer in layers]) if all(map(_is_plain, layers)) else None
 
     def __call__(self, x: Float[Tensor, "... d_in"], layers: Sequence[Linear]) -> Iterator[Tensor]:
         if self.packed is None:
@@ -66,21 +74,22 @@ class PackedLinear:
 
 
 def use_packed(block: Any, forward: Callable[..., T]) -> Callable[..., T]:
-    """Make sibling layers of a TransformerBlock one product, in calls of the function that is returned for `forward`.
+    """Replace `project` in both halves of a TransformerBlock; return the function to call in place of `forward`.
 
-    Attention keeps v, and q and k after their rotation. Before it they are kept only for norms of them.
+    Attention keeps v and the rotated q and k. The product itself is kept only for norms of q and k, and then v may stay
+    a view.
     """
-    _write_parts_in_place()
+    _register_lowering()
     attn, ffn = block.attn, block.ffn
     has_norms = not isinstance(attn.q_norm, nn.Identity)
-    attn.project = PackedLinear((attn.q_proj, attn.k_proj, attn.v_proj), copies_last=not has_norms)
-    ffn.project = PackedLinear((ffn.w1, ffn.w3))
+    attn.project = PackedLinear(lambda: (attn.q_proj, attn.k_proj, attn.v_proj), copies_last=not has_norms)
+    ffn.project = PackedLinear(lambda: (ffn.w1, ffn.w3))
     return functools.partial(_call_packed, forward, (attn.project, ffn.project))
 
 
 def _call_packed(forward: Callable[..., T], projections: Sequence[PackedLinear], *args: Any, **kwargs: Any) -> T:
     for projection in projections:
-        projection.packed = side_by_side([layer.weight for layer in projection.layers])
+        projection.find_weight()
     try:
         return forward(*args, **kwargs)
     finally:
@@ -88,7 +97,13 @@ def _call_packed(forward: Callable[..., T], projections: Sequence[PackedLinear],
             projection.packed = None
 
 
-def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a call of the layer is its product alone: no adapter in its place, no forward of its own, no hooks."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) is Linear and "forward" not in vars(layer) and not any(hooks)
+
+
+def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
     """The weights (rows, d_in) as one tensor, a view, if they lie so in memory and are not cast by autocast."""
     first = weights[0]
     if first.dtype == torch.float32 and torch.is_autocast_enabled(first.device.type):
@@ -118,11 +133,11 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x, packed), needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        (x, packed), weights_needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         dy = torch.ops.cs336.concatenated(gradients)
         dx = dy @ packed if ctx.needs_input_grad[0] else None
-        dW: list[Tensor | None] = [None] * len(needed)
-        if any(needed):
-            product = dy.flatten(end_dim=-2).t() @ x
-            dW = [part if is_needed else None for part, is_needed in zip(product.split(ctx.rows), needed, strict=True)]
+        dW: list[Tensor | None] = [None] * len(weights_needed)
+        if any(weights_needed):
+            parts = (dy.flatten(end_dim=-2).t() @ x).split(ctx.rows)
+            dW = [part if needed else None for part, needed in zip(parts, weights_needed, strict=True)]
         return dx, None, *dW

@@ -14,8 +14,8 @@ _ALIGNMENT = 512  # bytes: the alignment of PyTorch's GPU allocator; kernels cho
 class BroadcastBucket:
     """A share of each rank's parameters, in rank order, which that rank updates and then broadcasts.
 
-    A share is one flat tensor per dtype, so that it is one transfer, and its parameters are views of it. A single rank
-    moves and sends nothing.
+    A share is one flat tensor per dtype, so that it is one transfer, and its parameters are views of it. Those that may
+    not move (packed ones, for instance) are sent one by one. A single rank moves and sends nothing.
     """
 
     def __init__(self, shares: Sequence[list[Tensor]], groups: list[dict[str, Any]], immovable: set[Tensor]) -> None:

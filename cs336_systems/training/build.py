@@ -91,7 +91,8 @@ def narrow_matrices(model: TransformerLM, config: TrainConfig) -> dict[str, Tens
 def pack_matrices(model: TransformerLM) -> None:
     """Move the weights of each block's linear layers into one tensor, so that those with one input are one product.
 
-    They stay the same parameters. Those with rows of one width lie side by side: q, k and v, w1 and w3.
+    They stay the same parameters. Sorted by width, q, k and v are neighbours, and so are w1 and w3, unless d_ff is
+    d_model.
     """
     for layer in model.layers:
         weights = [module.weight for module in layer.modules() if isinstance(module, Linear)]
@@ -194,8 +195,8 @@ _selective = functools.partial(create_selective_checkpoint_contexts, _keep_atten
 def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     """Compile and checkpoint the blocks in place, as the configuration says, and compile the final norm.
 
-    Compiled blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside. Their
-    products with one input are one, except in FP8.
+    Compiled blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside. A
+    block's products with one input are one, except in FP8.
 
     Checkpointed blocks keep only the input of each block, or of each group, and recompute the rest in the backward pass
     (Chen et al. 2016). A group is checkpointed around its blocks, so FSDP gathers its weights again. A block that keeps

@@ -97,9 +97,9 @@ class Trainer:
         self._end_of_text = end_of_text if config.data.documents else None
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)
-        narrow = config.train.has_masters and not strategy_of(config).strategy.needs_float32
-        masters = narrow_matrices(model, config.train) if narrow else {}
-        if config.train.packs:
+        casts = config.train.has_masters and strategy_of(config).strategy.needs_float32  # autocast does, each weight
+        masters = narrow_matrices(model, config.train) if config.train.has_masters and not casts else {}
+        if config.train.packs and not casts:
             pack_matrices(model)
         self.strategy = wrap_model(config, model)  # called like the model that it wraps
         self.scale: GradientScale | None = None

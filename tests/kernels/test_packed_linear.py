@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_basics.model import Linear, TransformerLM
 from cs336_systems.config.run import TrainConfig
 from cs336_systems.kernels import packed_linear
 from cs336_systems.kernels.attention import get_attention
-from cs336_systems.kernels.packed_linear import PackedLinear, side_by_side
+from cs336_systems.kernels.packed_linear import PackedLinear
 from cs336_systems.training.build import pack_matrices, prepare_model
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer
@@ -41,8 +41,8 @@ def layers_of(dtype: torch.dtype, is_packed: bool, device: str = "cpu") -> list[
 
 def packed_outputs(layers: list[Linear], x: Tensor, copies_last: bool = False) -> Any:
     """The outputs, and whether they come from one product."""
-    project = PackedLinear(layers, copies_last)
-    project.packed = side_by_side([layer.weight for layer in layers])
+    project = PackedLinear(lambda: layers, copies_last)
+    project.find_weight()
     return list(project(x, layers)), project.packed is not None
 
 
@@ -192,7 +192,7 @@ def test_a_block_has_12_products_in_a_step_and_trains_as_with_21(
     how: Any, again: int, separately_again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, count, weights = losses_of(**how)
-    monkeypatch.setattr(packed_linear, "side_by_side", lambda weights: None)
+    monkeypatch.setattr(packed_linear, "packed_view", lambda weights: None)
     separate_losses, separate_count, separate_weights = losses_of(**how)
     of_head = 3
     assert (count, separate_count) == (2 * (12 + again) + of_head, 2 * (21 + separately_again) + of_head)
@@ -204,7 +204,7 @@ def test_a_block_has_12_products_in_a_step_and_trains_as_with_21(
 def test_micro_batches_add_up_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     how = dict(precision="bf16", gradient_accumulation_steps=2)
     losses, count, _ = losses_of(**how)
-    monkeypatch.setattr(packed_linear, "side_by_side", lambda weights: None)
+    monkeypatch.setattr(packed_linear, "packed_view", lambda weights: None)
     assert count == 2 * (2 * 12 + 3)
     assert losses == pytest.approx(losses_of(**how)[0], rel=1e-3)
 
@@ -234,7 +234,7 @@ def test_a_block_keeps_no_more_for_its_backward_pass(
         return sum(nbytes for address, (nbytes, _) in found.items() if address not in own)
 
     packed = kept()
-    monkeypatch.setattr(packed_linear, "side_by_side", lambda weights: None)
+    monkeypatch.setattr(packed_linear, "packed_view", lambda weights: None)
     assert packed == kept()
 
 
@@ -277,6 +277,58 @@ def test_a_run_goes_on_from_a_checkpoint_of_separate_products(tmp_path: Path) ->
     assert list(found) == list(expected)
     for name, weight in expected.items():
         assert torch.linalg.vector_norm(found[name] - weight) < 2e-3 * torch.linalg.vector_norm(weight), name
+
+
+class Adapter(nn.Module):
+    """Adds 1 to a layer's output, and has no weight of its own."""
+
+    def __init__(self, base: Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 1
+
+
+class LinearAndMore(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def plus_one(block: Any, how: str) -> None:
+    """Add 1 to what q_proj gives."""
+    q_proj = block.attn.q_proj
+    if how == "wrapper":
+        block.attn.q_proj = Adapter(q_proj)
+    elif how == "subclass":
+        block.attn.q_proj = LinearAndMore(q_proj.weight.shape[1], len(q_proj.weight))
+        block.attn.q_proj.weight = q_proj.weight
+    elif how == "forward":
+        q_proj.forward = lambda x: nn.functional.linear(x, q_proj.weight) + 1
+    else:
+        q_proj.register_forward_hook(lambda module, inputs, output: output + 1)
+
+
+@pytest.mark.parametrize("how", ["wrapper", "subclass", "forward", "hook"])
+def test_a_layer_that_does_more_than_its_product_does_so_in_packed_blocks_too(how: str) -> None:
+    x, found = torch.randn(2, 16, 32), []
+    for compile in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = TransformerLM(16, 16, 32, 1, 2, 64)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
+            prepare_model(model, TrainConfig(compile=compile))
+        pack_matrices(model)
+        (block,) = model.layers
+        before = block(x)
+        assert not compile or block.attn.project.packed is None  # between calls
+        plus_one(block, how)
+        found += [before, block(x)]
+    plain, changed, packed_plain, packed_changed = found
+    torch.testing.assert_close(packed_plain, plain)
+    torch.testing.assert_close(packed_changed, changed)
+    assert not torch.allclose(plain, changed)
 
 
 @pytest.mark.parametrize("how, packs", [({}, True), (dict(precision="fp8"), False), (dict(compile=False), False)])
