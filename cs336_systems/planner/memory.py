@@ -1,9 +1,8 @@
 """Memory of a training step on one GPU: the constant part, the activations and gradients, and the moment of the peak.
 
 Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes per parameter, or half of that in bfloat16. A
-16-bit matrix with a float32 master takes 2 + 2 + 4 + 8 (Rajbhandari et al. 2020, ZeRO, section 3.1), and 2 less in
-bfloat16, because the weight is the master's upper half. The peak is at one of a few moments, because between them
-activations are freed and gradients appear steadily, block by block.
+16-bit matrix with a float32 master takes 2 + 2 + 4 + 8 (Rajbhandari et al. 2020, ZeRO, section 3.1). The peak is at
+one of a few moments, because between them activations are freed and gradients appear steadily, block by block.
 """
 
 from collections.abc import Mapping
@@ -90,7 +89,7 @@ def constant_terms(job: Job) -> list[Term]:
         terms.append(_of_all_weights("weights in FP8", once, job, 1, parameter_bytes(s, once)))
     if job.optimizer:
         if job.has_masters:
-            masters = {"blocks": job.master_bytes, "head": job.master_bytes, "others": 0}
+            masters = {"blocks": b, "head": b, "others": 0}
             value = parameter_bytes(s, masters, w) / (job.state_parts / w)
             terms.append(_of_all_weights("master weights", masters, job, job.state_parts, value))
         second = dict.fromkeys(KINDS, b) | ({"blocks": 0} if job.muon else {})
