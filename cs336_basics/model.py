@@ -145,7 +145,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         outputs = self.project(x, (self.w1, self.w3))
-        return self.w2(nn.functional.silu(next(outputs)) * next(outputs))
+        return self.w2(nn.functional.silu(next(outputs)) * next(outputs))  # without gradients w1 x is freed first
 
 
 class LayerCache:

@@ -1,14 +1,12 @@
 """Broadcast buckets of the sharded optimizer: parameters that are updated and sent together."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
+from ..machine.flat import ALIGNMENT, flatten
 from . import comm
-
-_ALIGNMENT = 512  # bytes: the alignment of PyTorch's GPU allocator; kernels choose their loads by it
 
 
 class BroadcastBucket:
@@ -38,16 +36,6 @@ class BroadcastBucket:
                                  "or `module.to(...)`): it needs a new optimizer")  # fmt: skip
 
 
-def flatten(parameters: list[Tensor]) -> Tensor:
-    """Move parameters into one flat tensor."""
-    unit = _ALIGNMENT // parameters[0].itemsize
-    *starts, size = accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0)
-    flat = parameters[0].detach().new_zeros(size)
-    for p, start in zip(parameters, starts, strict=True):
-        p.data = flat[start : start + p.numel()].view(p.shape).copy_(p.detach())  # at most this share exists twice
-    return flat
-
-
 def cut(parameters: list[Tensor], limit: float) -> list[list[Tensor]]:
     """Cut a rank's parameters into consecutive shares of at most `limit` bytes, or of a single parameter."""
     shares: list[list[Tensor]] = []
@@ -57,7 +45,7 @@ def cut(parameters: list[Tensor], limit: float) -> list[list[Tensor]]:
             shares.append([])
             filled = 0
         shares[-1].append(p)
-        filled += -(-p.nbytes // _ALIGNMENT) * _ALIGNMENT
+        filled += -(-p.nbytes // ALIGNMENT) * ALIGNMENT
     return shares
 
 

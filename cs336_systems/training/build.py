@@ -21,10 +21,10 @@ from ..kernels.attention import get_attention, is_attention
 from ..kernels.fp8_linear import use_fp8
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from ..kernels.packed_linear import use_packed
+from ..machine.flat import flatten
 from ..machine.hardware import DTYPES
 from ..parallel import Options, StrategyFactory, comm, get_strategy
 from ..parallel.strategy import Strategy
-from ..parallel.zero1_buckets import flatten
 from ..planner.accounting import orthogonalization_flops
 from .load import LoadedModel
 from .muon import Muon

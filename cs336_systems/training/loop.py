@@ -97,7 +97,7 @@ class Trainer:
         self._end_of_text = end_of_text if config.data.documents else None
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)
-        casts = config.train.has_masters and strategy_of(config).strategy.needs_float32  # autocast does, each weight
+        casts = config.train.has_masters and strategy_of(config).strategy.needs_float32  # autocast casts
         masters = narrow_matrices(model, config.train) if config.train.has_masters and not casts else {}
         if config.train.packs and not casts:
             pack_matrices(model)
