@@ -1,8 +1,11 @@
 """The optimizer's work in two passes over memory, for all parameters of a model at once, in Triton.
 
-`square_sum` reads the gradients. `adamw` reads them again, clips them, updates the float32 weights and the moments, and
-writes the 16-bit copies of the weights that the model computes with. Clipping and the decision to skip a step are one
-number on the device, so nothing waits for the host, and a CUDA graph can hold both.
+`square_sum` reads the gradients. `adamw` reads them again, clips them, and updates the moments and the float32 weights.
+Clipping and the decision to skip a step are one number on the device, so nothing waits for the host, and a CUDA graph
+can hold both.
+
+A bfloat16 weight of the model is the upper half of a float32 one, rounded, and the optimizer has the lower half: both
+together are the 4 bytes of the float32 weight, and nothing is kept twice. A float16 weight is a copy of a float32 one.
 
 A launch for each of hundreds of parameters would leave the GPU idle between them. So a launch gets a table of
 addresses, and a list that names a parameter and a block of it for each program. The tensors stay where they are.
@@ -47,6 +50,42 @@ def pointers(address, first, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: 
     return tl.multiple_of(found, 4 * DTYPE.primitive_bitwidth // 8) if ALIGNED else found
 
 
+@triton.jit
+def master_pointers(address, first, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """`pointers` of float32 weights, or of the lower halves beside bfloat16 weights."""
+    if tl.bfloat16 == WEIGHT:
+        found = pointers(address, first, tl.int16, ALIGNED, BLOCK)
+    else:
+        found = pointers(address, first, tl.float32, ALIGNED, BLOCK)
+    return found
+
+
+@triton.jit
+def load_weights(at_weight, at_master, inside, WEIGHT: tl.constexpr):
+    """Float32 weights, from both halves if the model has their upper halves."""
+    if tl.bfloat16 == WEIGHT:
+        upper = tl.load(at_weight, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        weights = (upper + tl.load(at_master, mask=inside, other=0)).to(tl.float32, bitcast=True)
+    else:
+        weights = tl.load(at_master, mask=inside, other=0.0)
+    return weights
+
+
+@triton.jit
+def store_weights(weights, at_weight, at_master, inside, WEIGHT: tl.constexpr):
+    """Store float32 weights where `load_weights` finds them, and the model those that it computes with."""
+    if tl.bfloat16 == WEIGHT:
+        bits = weights.to(tl.int32, bitcast=True)
+        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
+        upper = tl.where(weights == weights, upper, 0x7FC0)  # NaN, whose bits may overflow
+        tl.store(at_weight, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(at_master, tl.minimum(bits - (upper << 16), 0x7FFF).to(tl.int16), mask=inside)
+    else:
+        tl.store(at_master, weights, mask=inside)
+        if tl.float32 != WEIGHT:
+            tl.store(at_weight, weights.to(WEIGHT), mask=inside)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _square_sum_kernel(
     addresses, blocks, count, sums, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
@@ -71,21 +110,19 @@ def _adamw_kernel(
         step_size = (lr / (1 - tl.exp2(t * log2_beta1))).to(tl.float32)
         correction = tl.sqrt(1 - tl.exp2(t * log2_beta2)).to(tl.float32)
         kept = (1 - lr * decay).to(tl.float32)
-        at_master = pointers(row + 3 * count, first, tl.float32, ALIGNED, BLOCK)
+        at_master = master_pointers(row + 3 * count, first, WEIGHT, ALIGNED, BLOCK)
+        at_weight = pointers(row + 6 * count, first, WEIGHT, ALIGNED, BLOCK)
         at_m = pointers(row + 4 * count, first, tl.float32, ALIGNED, BLOCK)
         at_v = pointers(row + 5 * count, first, tl.float32, ALIGNED, BLOCK)
         g = tl.load(pointers(row + count, first, GRADIENT, ALIGNED, BLOCK), mask=inside, other=0.0)
         g = g.to(tl.float32) * factor
         m = beta1 * tl.load(at_m, mask=inside, other=0.0) + rest1 * g
         v = beta2 * tl.load(at_v, mask=inside, other=0.0) + rest2 * g * g
-        master = kept * tl.load(at_master, mask=inside, other=0.0)
-        master -= step_size * m / (tl.sqrt(v) / correction + eps)
+        weights = kept * load_weights(at_weight, at_master, inside, WEIGHT)
+        weights -= step_size * m / (tl.sqrt(v) / correction + eps)
         tl.store(at_m, m, mask=inside)
         tl.store(at_v, v, mask=inside)
-        tl.store(at_master, master, mask=inside)
-        if tl.float32 != WEIGHT:
-            at_weight = pointers(row + 6 * count, first, WEIGHT, ALIGNED, BLOCK)
-            tl.store(at_weight, master.to(WEIGHT), mask=inside)
+        store_weights(weights, at_weight, at_master, inside, WEIGHT)
 
 
 class _Table:
@@ -193,9 +230,10 @@ def adamw(
 ) -> None:
     """`cs336_basics.optimizer.AdamW` in place, for gradients times `factor`; changes nothing unless factor is above 0.
 
-    states: for each gradient the number of its step, from 1 (a float32 scalar); the float32 weight and its two moments;
-    and the weight that the model has, which is the float32 one or its copy in 16 bits. All are contiguous, and stay
-    where they are from call to call. factor is float32, lr float64; both are on the device.
+    states: for each gradient the number of its step, from 1 (a float32 scalar); the float32 weight, or its lower half
+    beside a bfloat16 one (`training.optimizer.halves`); two float32 moments; and the weight that the model has, which
+    is the float32 one, its copy in float16, or its upper half. All are contiguous, and stay where they are from call to
+    call. factor is float32, lr float64; both are on the device.
     """
     if not gradients:
         return

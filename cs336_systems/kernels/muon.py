@@ -11,7 +11,16 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from .adamw import OLDEST, Tables, block_of, pointed_to, pointers
+from .adamw import (
+    OLDEST,
+    Tables,
+    block_of,
+    load_weights,
+    master_pointers,
+    pointed_to,
+    pointers,
+    store_weights,
+)
 from .launch import check_device
 
 
@@ -42,13 +51,12 @@ def _move_kernel(
     if tl.load(factor_pointer) > 0:
         row, first, inside = block_of(addresses, blocks, ALIGNED, BLOCK)
         rate = tl.load(rate_pointer)
-        at_master = pointers(row + 2 * count, first, tl.float32, ALIGNED, BLOCK)
+        at_master = master_pointers(row + 2 * count, first, WEIGHT, ALIGNED, BLOCK)
+        at_weight = pointers(row + 3 * count, first, WEIGHT, ALIGNED, BLOCK)
         update = tl.load(pointers(row + count, first, GRADIENT, ALIGNED, BLOCK), mask=inside, other=0.0).to(tl.float32)
-        master = (1 - rate * decay).to(tl.float32) * tl.load(at_master, mask=inside, other=0.0)
-        master -= (rate * size).to(tl.float32) * update
-        tl.store(at_master, master, mask=inside)
-        if tl.float32 != WEIGHT:
-            tl.store(pointers(row + 3 * count, first, WEIGHT, ALIGNED, BLOCK), master.to(WEIGHT), mask=inside)
+        weights = (1 - rate * decay).to(tl.float32) * load_weights(at_weight, at_master, inside, WEIGHT)
+        weights -= (rate * size).to(tl.float32) * update
+        store_weights(weights, at_weight, at_master, inside, WEIGHT)
 
 
 def directions(
@@ -83,7 +91,8 @@ def move(
 ) -> None:
     """Decay weights and subtract updates times `size`, all times `rate`; change nothing unless factor is above 0.
 
-    weights: for each update the float32 weight, and the weight that the model has, as in `adamw`. rate is float64.
+    weights: for each update the float32 weight or its lower half, and the weight that the model has, as in `adamw`.
+    rate is float64.
     """
     check_device(updates[0], "move", "an update", at_least=OLDEST)
     for table in pointed_to(tables, updates, weights):

@@ -158,7 +158,7 @@ def least_training_bytes(
     weight_parts: int = 1,
     state_parts: int = 1,
     weight_bytes: int = 4,
-    has_masters: bool = False,
+    master_bytes: int = 0,
     loss_chunk_tokens: int | None = None,
     muon: bool = False,
 ) -> int:
@@ -168,15 +168,16 @@ def least_training_bytes(
     into s parts; the rotary tables; token IDs of the batch of B sequences; 16-bit logits of C tokens, which are the
     micro-batch or one chunk of it. Other activations are not counted.
 
-    has_masters: the N_m parameters in products have 16-bit weights and gradients, 4 N_m / w less, and float32 masters
-    beside the moments, 4 N_m / s more. muon: the matrices of the blocks have one moment, 4 P L / s less.
+    master_bytes: bytes M that the optimizer keeps of each master, 0 without masters. With them the N_m parameters in
+    products have 16-bit weights and gradients, 4 N_m / w less, and M N_m / s more are beside the moments. muon: the
+    matrices of the blocks have one moment, 4 P L / s less.
     """
     length, n = shape.context_length, num_parameters(shape)
     rotary = 4 * length * shape.head_size
     in_products = matmul_parameters(shape) - shape.tie_embeddings * shape.vocab_size * shape.d_model
-    masters = 4 * in_products if has_masters else 0
+    narrow = 4 * in_products if master_bytes else 0
     moments = 2 * weight_bytes * n - 4 * muon * shape.num_layers * block_matrices(shape)
-    state = (2 * weight_bytes * n - masters) // weight_parts + (moments + masters) // state_parts
+    state = (2 * weight_bytes * n - narrow) // weight_parts + (moments + master_bytes * in_products) // state_parts
     tokens = micro_batch * length
     if loss_chunk_tokens is not None:
         tokens = -(-tokens // -(-tokens // loss_chunk_tokens))  # chunks have equal sizes, up to rounding

@@ -174,6 +174,13 @@ class Job:
         return self.fused and self.number_bytes == 2 and self.strategy not in NEED_FLOAT32
 
     @property
+    def master_bytes(self) -> int:
+        """Bytes that the optimizer keeps of each master: 2 in bfloat16, where the weight is the other half."""
+        if not self.has_masters:
+            return 0
+        return 2 if self.computing == "bf16" else 4
+
+    @property
     def weight_dtypes(self) -> dict[str, str]:
         """Types of the model's weights, for each of KINDS."""
         matrices = self.computing if self.has_masters else self.weight_dtype

@@ -1,8 +1,9 @@
 """Memory of a training step on one GPU: the constant part, the activations and gradients, and the moment of the peak.
 
 Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes per parameter, or half of that in bfloat16. A
-16-bit matrix with a float32 master takes 2 + 2 + 4 + 8 (Rajbhandari et al. 2020, ZeRO, section 3.1). The peak is at
-one of a few moments, because between them activations are freed and gradients appear steadily, block by block.
+16-bit matrix with a float32 master takes 2 + 2 + 4 + 8 (Rajbhandari et al. 2020, ZeRO, section 3.1), and 2 less in
+bfloat16, because the weight is the master's upper half. The peak is at one of a few moments, because between them
+activations are freed and gradients appear steadily, block by block.
 """
 
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ from .working import GIB, MIB, Section, Term, as_factor, show, total
 # cuBLAS's workspace on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each thread that
 # computes. A step has two: its caller and autograd's.
 WORKSPACE = 32 * MIB
+MASTERS = {2: "lower halves of masters", 4: "masters"}
+"""What the optimizer keeps of masters, by its bytes per number."""
 LARGEST_BATCH = 1 << 20
 # Share of a card's memory that is reserved for the CUDA context and for fragmentation, which are not counted. The 8B
 # step without recomputation ran out of memory with 125.0 GiB allocated, and 11.78 of the 139.8 GiB of an H200, 8.4 %,
@@ -89,9 +92,9 @@ def constant_terms(job: Job) -> list[Term]:
         terms.append(_of_all_weights("weights in FP8", once, job, 1, parameter_bytes(s, once)))
     if job.optimizer:
         if job.has_masters:
-            masters = {"blocks": b, "head": b, "others": 0}
+            masters = {"blocks": job.master_bytes, "head": job.master_bytes, "others": 0}
             value = parameter_bytes(s, masters, w) / (job.state_parts / w)
-            terms.append(_of_all_weights("master weights", masters, job, job.state_parts, value))
+            terms.append(_of_all_weights(MASTERS[job.master_bytes], masters, job, job.state_parts, value))
         second = dict.fromkeys(KINDS, b) | ({"blocks": 0} if job.muon else {})
         both = {kind: b + size for kind, size in second.items()}
         state = sum(parameter_bytes(s, moment, w) for moment in (dict.fromkeys(KINDS, b), second))
@@ -336,7 +339,7 @@ def part_bytes(job: Job) -> dict[str, float]:
     return {
         "parameters": constant["weights"],
         "gradients": constant.get("gradients in buckets", 0) + gradient_term(job).value,
-        "optimizer_state": constant.get("optimizer state", 0) + constant.get("master weights", 0),
+        "optimizer_state": sum(constant.get(name, 0) for name in ("optimizer state", *MASTERS.values())),
         "activations": saved_bytes(job)[0] + sum(term.value for term in left),
         "peak": peak_bytes(job),
     }

@@ -278,10 +278,11 @@ def step_terms(job: Job, card: Card) -> list[Term]:
 
     Clipping reads gradients and scales them, 4 N and 8 N bytes. AdamW in one kernel reads weight, gradient and two
     moments and writes all but the gradient, 28 N bytes. With bfloat16 weights all of them are half as many. The
-    optimizer `fused` clips in the same kernel: only the norm is read before. Of a 16-bit matrix it reads the gradient
-    and writes the weight, 2 + 2 bytes in place of the 4 of a float32 gradient. Muon reads gradient and momentum and
-    writes momentum and direction, 4 + 8 + 2 bytes for each number of a matrix. It reads the direction for its norm and
-    divides by that, 2 + 4. It reads the update and weight and writes the weight, 2 + 8. That is 30, besides products.
+    optimizer `fused` clips in the same kernel: only the norm is read before. Of a float16 matrix it reads the gradient
+    and writes the weight, 2 + 2 bytes in place of the 4 of a float32 gradient. A bfloat16 matrix is half of its master,
+    so 2 bytes fewer are written. Muon reads gradient and momentum and writes momentum and direction, 4 + 8 + 2 bytes
+    for each number of a matrix. It reads the direction for its norm and divides by that, 2 + 4. It reads the update and
+    weight and writes the weight, 2 + 8. That is 30, or 28, besides products.
     """
     terms = compute_terms(job, card)
     terms += communication_terms(job, card, backward_s=sum(term.value for term in terms) * 2 / 3)
@@ -306,6 +307,8 @@ def _optimizer_bytes(job: Job) -> tuple[str, str, float]:
     """Bytes that the optimizer reads and writes on a GPU: formula, working, value."""
     parts = job.state_parts
     sizes = dict.fromkeys(KINDS, 7 * job.weight_bytes) | ({"blocks": 30} if job.muon else {})
+    if job.master_bytes == 2:  # halves: 2 + 2 bytes read and 2 + 2 written, in place of 4 + 4 + 2
+        sizes |= {kind: sizes[kind] - 2 for kind in ("blocks", "head")}
     formula, filled, nbytes = bytes_of_kinds(job.shape, sizes)
     if parts > 1:
         formula, filled = as_factor(formula), as_factor(filled)

@@ -22,6 +22,7 @@ from .checkpoint import save_checkpoint
 from .folder import CHECKPOINTS, CONFIG, TOKENIZER
 from .manifest import MANIFEST, Manifest, newest_whole_checkpoint, verify_checkpoint
 from .metrics import METRICS_FILE
+from .optimizer import LOWER_HALF, joined
 from .tensor_files import read_tensors, tensor_shapes
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ def load_model(path: str | Path) -> LoadedModel:
     stored = tensor_shapes(checkpoint)
     dtypes = {name: stored[f"model.{name}"][1] for name in names if f"model.{name}" in stored}
     tensors = {f"model.{name}": torch.empty(meta.shape, dtype=dtypes.get(name)) for name, meta in names.items()}
+    lower = {name: place for name in names if (place := f"optimizer.{name}.{LOWER_HALF}") in stored}
+    tensors |= {place: torch.empty(names[name].shape, dtype=torch.int16) for name, place in lower.items()}
     read_tensors(checkpoint, tensors)
     tokenizer = None
     if (expected := manifest.identity.get("tokenizer")) is not None:
@@ -78,7 +81,9 @@ def load_model(path: str | Path) -> LoadedModel:
         tokenizer = Tokenizer.load(tokenizer_path)
         if tokenizer.sha256 != expected:
             raise ValueError(f"{tokenizer_path} is not the tokenizer that {checkpoint} was made with")
-    state_dict = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    state_dict = {name: tensors.pop(f"model.{name}") for name in names}
+    for name, place in lower.items():
+        state_dict[name] = joined(state_dict[name], tensors.pop(place))
     return LoadedModel(checkpoint, manifest, shape, state_dict, tokenizer)
 
 

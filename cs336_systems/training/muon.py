@@ -19,7 +19,7 @@ from ..parallel import comm
 from ..parallel.owners import assign_owners
 from ..parallel.strategy import is_shard
 from ..planner.accounting import orthogonalization_flops
-from .optimizer import MASTER, FusedAdamW, in_memory, local_part
+from .optimizer import FusedAdamW, assign, in_memory, joined, local_part, rest_of
 
 BATCH = 2**24
 """Numbers that are orthogonalised together at most, unless one matrix has more: about 10 bytes each of temporaries."""
@@ -110,7 +110,7 @@ class Muon(FusedAdamW):
 
     def _move(self, parameters: Sequence[Tensor], updates: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Decay this rank's rows of matrices of one shape; subtract updates with a root mean square of 0.2 rates."""
-        weights = [[local_part(t) for t in (self.state[p].get(MASTER, p.detach()), p.detach())] for p in parameters]
+        weights = [[local_part(t) for t in (rest_of(p, self.state[p]), p.detach())] for p in parameters]
         rate, size = group["lr"] * group["lr_ratio"], 0.2 * math.sqrt(max(self._shape(parameters[0])))
         how: dict[str, Any] = dict(factor=self._factor, rate=rate, size=size, weight_decay=group["weight_decay"])
         if self._factor.is_cuda:
@@ -161,7 +161,7 @@ def move_torch(
     """`kernels.muon.move` in plain PyTorch. Waits for the device."""
     if not factor > 0:
         return
-    for update, (master, weight) in zip(updates, weights, strict=True):
-        master.mul_(1 - rate * weight_decay).sub_(update.to(torch.float32) * (rate * size))
+    for update, (rest, weight) in zip(updates, weights, strict=True):
+        moved = joined(weight, rest).mul_(1 - rate * weight_decay).sub_(update.to(torch.float32) * (rate * size))
         if weight.dtype != torch.float32:
-            weight.copy_(master)
+            assign(moved, weight, rest)

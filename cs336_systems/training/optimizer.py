@@ -2,13 +2,16 @@
 
 Micikevicius et al. 2018, "Mixed Precision Training". A step reads the gradients twice, once for their norm and once for
 the update, which also clips them and writes the 16-bit weights. The decision to skip a step stays on the device.
+
+A bfloat16 weight is its master rounded, the upper half; the optimizer keeps only the lower half.
 """
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,8 +22,39 @@ from ..config.run import RunConfig
 from ..parallel.strategy import Strategy
 
 MASTER = "master"
-"""Name of the state that holds the float32 weights of a 16-bit parameter."""
+"""Name of the state that holds the float32 weights of a float16 parameter."""
+LOWER_HALF = "lower_half"
+"""Name of the state that holds the lower halves of the float32 weights of a bfloat16 parameter: see `halves`."""
 SMALLEST_LOSS_SCALE = 2.0**-10
+
+
+def halves(weights: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
+    """The upper halves of float32 weights, rounded to bfloat16, and the lower halves, int16.
+
+    A lower half is what rounding took away, in units of float32's last bit: -2^15 to 2^15. A tie that is rounded down
+    leaves 2^15, which is no int16 and becomes 2^15 - 1. So about one weight in 131,072 loses one unit.
+    """
+    upper = weights.to(torch.bfloat16)
+    lower = weights.view(torch.int32) - (upper.view(torch.int16).to(torch.int32) << 16)
+    return upper, lower.clamp(max=2**15 - 1).to(torch.int16)
+
+
+def joined(weight: Tensor, rest: Tensor) -> Float[Tensor, "..."]:
+    """The float32 weights of a parameter. rest: the lower halves, or the float32 weights themselves."""
+    if rest.dtype != torch.int16:
+        return rest
+    return ((weight.view(torch.int16).to(torch.int32) << 16) + rest).view(torch.float32)
+
+
+def assign(weights: Float[Tensor, "..."], weight: Tensor, rest: Tensor) -> None:
+    """Store float32 weights: rounded in the parameter, and in `rest` what `joined` needs beside it."""
+    weight.copy_(weights)
+    rest.copy_(halves(weights)[1] if rest.dtype == torch.int16 else weights)
+
+
+def rest_of(p: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """What `joined` needs of a parameter beside it: lower halves, float32 weights, or a float32 parameter itself."""
+    return state.get(LOWER_HALF, state.get(MASTER, p.detach()))
 
 
 class GradientScale:
@@ -94,10 +128,11 @@ class GradientScale:
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW whose update, clipping and 16-bit weights are one pass over memory, by `kernels.adamw`.
 
-    masters: the float32 weights of the 16-bit parameters, which are taken out of it. They are the state MASTER; any
-    other parameter is float32, and its own master. All state exists from the beginning and stays where it is, so that a
-    step can be recorded in a CUDA graph: load state into its tensors. `lr` of the groups is a float64 tensor, on a
-    CUDA device if the parameters are. factor: `GradientScale.factor`; where it is 0, a step changes nothing.
+    masters: the float32 weights of the 16-bit parameters, which are taken out of it. They become the state MASTER or
+    LOWER_HALF; any other parameter is float32, and its own master. All state exists from the beginning and stays where
+    it is, so that a step can be recorded in a CUDA graph: load state into its tensors. `lr` of the groups is a float64
+    tensor, on a CUDA device if the parameters are. factor: `GradientScale.factor`; where it is 0, a step changes
+    nothing.
 
     Raises ValueError for a 16-bit parameter without master, and for one that is not contiguous.
     """
@@ -130,7 +165,8 @@ class FusedAdamW(torch.optim.Optimizer):
                                  "float32 or have a float32 master")  # fmt: skip
             self.state[p] = self._initial_state(p, group)
             if master is not None:
-                self.state[p][MASTER] = master
+                is_half = p.dtype == torch.bfloat16
+                self.state[p] |= {LOWER_HALF: halves(master)[1]} if is_half else {MASTER: master}
 
     def _initial_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         moments = {name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
@@ -158,7 +194,7 @@ class FusedAdamW(torch.optim.Optimizer):
         torch._foreach_add_([state["step"] for state in states], [counts] * len(states))
         gradients = [in_memory(p.grad) for p in parameters]
         tensors = [
-            [local_part(t) for t in (s["step"], s.get(MASTER, p), s["exp_avg"], s["exp_avg_sq"], p.detach())]
+            [local_part(t) for t in (s["step"], rest_of(p, s), s["exp_avg"], s["exp_avg_sq"], p.detach())]
             for p, s in zip(parameters, states, strict=True)
         ]
         hyper = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
@@ -180,14 +216,14 @@ def adamw_torch(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """`kernels.adamw.adamw` in plain PyTorch, with the bits of `cs336_basics.optimizer.AdamW`. Waits for the device."""
+    """`kernels.adamw.adamw` in plain PyTorch, with `cs336_basics.optimizer`'s arithmetic. Waits for the device."""
     if not factor > 0:
         return
-    for gradient, (step, master, m, v, weight) in zip(gradients, states, strict=True):
-        g = gradient.to(torch.float32) * factor
-        update(master, g, m, v, step.item(), lr.item(), betas, eps, weight_decay)
+    for gradient, (step, rest, m, v, weight) in zip(gradients, states, strict=True):
+        g, weights = gradient.to(torch.float32) * factor, joined(weight, rest)
+        update(weights, g, m, v, step.item(), lr.item(), betas, eps, weight_decay)
         if weight.dtype != torch.float32:
-            weight.copy_(master)
+            assign(weights, weight, rest)
 
 
 def learning_rate(config: RunConfig, step: int) -> float:

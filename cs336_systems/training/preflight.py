@@ -51,7 +51,7 @@ def memory_shortage(config: RunConfig, device: torch.device) -> str:
         weight_parts=world_size if sharded else 1,
         state_parts=world_size if sharded or parallel.shard_optimizer else 1,
         weight_bytes=2 if train.weight_dtype == "bf16" else 4,
-        has_masters=train.has_masters,
+        master_bytes=train.has_masters * (4 if train.precision == "fp16" else 2),
         loss_chunk_tokens=train.loss_chunk_tokens,
         muon=config.optimizer.name == "muon",
     )

@@ -1,6 +1,7 @@
 """The state of a run as named tensors, collected from ranks that share it in any way, and restored to them.
 
-A 16-bit parameter is saved as its master weight (`optimizer.FusedAdamW`), so runs of any precision continue it.
+A float16 parameter is saved as its master weight. A bfloat16 one is saved itself, with the lower half of its master
+(`optimizer.halves`). So runs of any precision continue it.
 
 Names and shapes are the same as in a single process, so a run can resume with another number of ranks or another
 strategy.
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..parallel import comm
-from .optimizer import MASTER
+from .optimizer import LOWER_HALF, MASTER, assign, joined, local_part, rest_of
 from .tensor_files import Rows, read_tensors, tensor_shapes
 from .together import on_every_rank
 
@@ -103,20 +104,27 @@ def restore_state(
 def _read(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards
 ) -> tuple[dict[str, Tensor], bool]:
-    """This rank's tensors from a checkpoint, and whether any is new to the optimizer. Others are filled in place."""
+    """This rank's tensors from a checkpoint, and whether any is new to the optimizer. Others are filled in place.
+
+    Weights are filled in place too. One whose checkpoint has halves where the optimizer has none, or the reverse, is
+    converted.
+    """
     parameters = dict(model.named_parameters())
     owner_of = getattr(optimizer, "owner_of", None)
     wanted: dict[str, Tensor | Rows] = {}
     has_new_state = False
-    for name, (shape, dtype) in tensor_shapes(path).items():
+    stored = tensor_shapes(path)
+    for name, (shape, dtype) in stored.items():
         group, _, key = name.partition(".")
         if group == "optimizer":
-            parameter_name = key.rpartition(".")[0]
+            parameter_name, _, state_name = key.rpartition(".")
+            if state_name == LOWER_HALF:
+                continue
             parameter = parameters[parameter_name]
             # A frozen parameter has no owner yet: every rank keeps its state.
             if owner_of is not None and owner_of(parameter) not in (None, comm.rank()):
                 continue
-            there = optimizer.state.get(parameter, {}).get(key.rpartition(".")[2])
+            there = optimizer.state.get(parameter, {}).get(state_name)
             has_new_state = has_new_state or not isinstance(there, Tensor)
             shard = shards.get(parameter_name) if len(shape) else None
             local_shape = shape if shard is None else parameter.shape
@@ -129,9 +137,41 @@ def _read(
                 wanted[name] = _as_rows(torch.empty(local_shape, dtype=dtype, device=where), shard)
         elif group == "rng":
             wanted[name] = torch.empty(shape, dtype=dtype)
-    for name, tensor in model.state_dict().items():
-        tensor = optimizer.state.get(parameters.get(name, tensor), {}).get(MASTER, tensor)
+    converted: list[tuple[str, Tensor, Tensor]] = []
+    for name, weight in model.state_dict().items():
+        state = optimizer.state.get(parameters.get(name, weight), {})
+        place, lower = f"optimizer.{name}.{LOWER_HALF}", state.get(LOWER_HALF)
+        if place in stored and lower is not None:
+            wanted[place] = _as_rows(lower, shards.get(name))
+        elif lower is not None or (place in stored and weight.dtype != torch.bfloat16):
+            converted.append((name, weight, rest_of(weight, state)))
+            continue
+        tensor = state.get(MASTER, weight)
         wanted[f"model.{name}"] = tensor if isinstance(tensor, DTensor) else _as_rows(tensor, shards.get(name))
     read_tensors(path, wanted)
+    for name, weight, rest in converted:
+        _read_converted(path, name, weight, rest, shards.get(name), stored)
     tensors = {name: tensor.local if isinstance(tensor, Rows) else tensor for name, tensor in wanted.items()}
     return tensors, has_new_state
+
+
+@torch.no_grad()
+def _read_converted(
+    path: Path,
+    name: str,
+    weight: Tensor,
+    rest: Tensor,
+    shard: tuple[torch.Size, int] | None,
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> None:
+    """Read a parameter from halves, or split what is read into halves. One at a time saves memory."""
+    like, found = _as_rows(weight, shard), dict[str, Tensor]()
+    wanted: dict[str, Tensor | Rows] = {}
+    for place in (f"model.{name}", f"optimizer.{name}.{LOWER_HALF}"):
+        if place in stored:
+            found[place] = torch.empty(local_part(weight).shape, dtype=stored[place][1])
+            wanted[place] = Rows(found[place], like.shape, like.first_row) if isinstance(like, Rows) else found[place]
+    read_tensors(path, wanted)
+    first, *others = found.values()
+    weights = (joined(first, *others) if others else first).to(weight.device, torch.float32)
+    assign(weights, local_part(weight), local_part(rest))

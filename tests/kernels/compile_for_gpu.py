@@ -203,7 +203,8 @@ def compile_adamw_and_muon(everything: bool) -> None:
         table = adamw._Table([gradient], [state], [0], aligned=dtype != torch.float32)
         compiled = kernel.warmup(table.addresses, table.blocks, 1, *rest, grid=(1,), num_warps=8, **table.constants)
         assert spilled(compiled.asm["cubin"]) == 0, (name, dtype)
-        four_at_once = "LDG.E.64" if name == "square_sum" else "LDG.E.128"  # 16-bit gradients, float32 masters
+        # Of 16-bit gradients, of 16-bit halves of weights, of float32 moments.
+        four_at_once = {"square_sum": "LDG.E.64", "move": "STG.E.64"}.get(name, "LDG.E.128")
         assert (four_at_once in compiled.asm["sass"]) == (dtype != torch.float32), (name, dtype)
         assert ("STS" in compiled.asm["sass"]) == (name == "square_sum"), (name, dtype)  # no layout is converted
         print(name, dtype, "compiled")

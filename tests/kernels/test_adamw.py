@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 from cs336_systems.kernels.adamw import BLOCK, Tables, adamw, square_sum
-from cs336_systems.training.optimizer import adamw_torch
+from cs336_systems.training.optimizer import adamw_torch, halves, joined
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is a GPU")),
@@ -34,7 +34,9 @@ def new_states(device: str) -> list[list[Tensor]]:
         master = torch.randn(shape, generator=generator).to(device)
         dtype = KINDS[i % len(KINDS)][0]
         weight = master if dtype == torch.float32 else master.to(dtype)
-        states.append([scalar(0, device), master, *(torch.zeros_like(master) for _ in range(2)), weight])
+        if dtype == torch.bfloat16:
+            weight, master = halves(master)
+        states.append([scalar(0, device), master, *(torch.zeros(shape, device=device) for _ in range(2)), weight])
     return states
 
 
@@ -58,11 +60,16 @@ def run(step: Any, device: str, factors: list[float], betas: tuple[float, float]
     return states
 
 
+def weights_and_moments(state: list[Tensor]) -> list[Tensor]:
+    """Float32 weights, which a state may have in halves, and both moments."""
+    return [joined(state[4], state[1]), *state[2:4]]
+
+
 def in_float64(factors: list[float], betas: tuple[float, float]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Weights and moments by the formulas of Loshchilov and Hutter, in float64."""
     results = []
     for i, state in enumerate(new_states("cpu")):
-        w, m, v, t = state[1].double(), 0.0, 0.0, 0
+        w, m, v, t = joined(state[4], state[1]).double(), 0.0, 0.0, 0
         for number, factor in enumerate(factors):
             if not factor > 0:
                 continue
@@ -85,11 +92,45 @@ def test_several_steps_are_those_in_float64(is_plain: bool, betas: tuple[float, 
     factors = [1.0, 0.3, 0.7]
     step = adamw_torch if is_plain else lambda *given, **more: adamw(*given, tables, **more)
     for state, wanted in zip(run(step, device, factors, betas), in_float64(factors, betas), strict=True):
-        for found, expected in zip(state[1:4], wanted, strict=True):
+        for found, expected in zip(weights_and_moments(state), wanted, strict=True):
             torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-5, atol=1e-6)
         # The interpreter cuts digits off where a GPU rounds.
         last_digit = torch.finfo(state[4].dtype).eps if device == "cpu" and not is_plain else 0
-        torch.testing.assert_close(state[4], state[1].to(state[4].dtype), rtol=last_digit, atol=0)
+        torch.testing.assert_close(state[4], joined(state[4], state[1]).to(state[4].dtype), rtol=last_digit, atol=0)
+
+
+ODD_BITS = [0, -(2**31), 0x7F800000, -0x800000, 0x7FFFFFFF, -1, 0x7F800001, 0x7F7FFFFF, 1, 0x3F808000, 0x3F818000]
+"""Zeros, infinities, NaNs, the largest and the smallest number, ties that are rounded down and up."""
+
+
+def test_halves_are_the_rounded_weight_and_what_rounding_took_away() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator)
+    weights = torch.cat([torch.tensor(ODD_BITS), bits]).to(torch.int32).view(torch.float32)
+    upper, lower = halves(weights)
+    assert torch.equal(upper.nan_to_num(), weights.bfloat16().nan_to_num())
+    again, is_nan = joined(upper, lower), weights.isnan()
+    assert torch.equal(again.isnan(), is_nan)
+    lost = (weights.view(torch.int32) - again.view(torch.int32))[~is_nan]
+    is_tie_rounded_down = (weights.view(torch.int32) & 0x1FFFF) == 0x8000
+    assert torch.equal(lost, is_tie_rounded_down[~is_nan].int())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_of_odd_bits_are_halved_as_in_the_plain_form(device: str) -> None:
+    """With an update of nothing."""
+    weights = torch.tensor(ODD_BITS).to(torch.int32).view(torch.float32)
+    found = []
+    for step in (lambda *given, **more: adamw(*given, Tables(), **more), adamw_torch):
+        upper, lower = (half.to(device) for half in halves(weights))
+        zeros = [torch.zeros_like(upper, dtype=torch.float32) for _ in range(2)]
+        state = [scalar(1, device), lower, *zeros, upper]
+        how = dict(factor=scalar(1, device), lr=scalar(0, device, torch.float64))
+        step([torch.zeros_like(upper)], [state], **how, **HYPER)
+        found.append((upper.cpu(), joined(upper, lower).cpu()))
+    for ours, plain in zip(*found, strict=True):
+        assert torch.equal(ours.isnan(), weights.isnan())
+        assert torch.equal(ours.nan_to_num(), plain.nan_to_num())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,8 +139,7 @@ def test_a_factor_of_nothing_changes_nothing(device: str) -> None:
         tables = Tables()
         found = run(lambda *given, table=tables, **more: adamw(*given, table, **more), device, [1.0, skipped])
         for state, expected in zip(found, run(adamw_torch, device, [1.0]), strict=True):
-            for a, b in zip(state[1:4], expected[1:4], strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(weights_and_moments(state), weights_and_moments(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -115,7 +155,7 @@ def test_a_table_follows_gradients_that_move_and_change_their_kind(device: str) 
         adamw(gradients, states, tables, factor=factor, lr=lr, **HYPER)
         adamw_torch(gradients, expected, factor=factor, lr=lr, **HYPER)
     for state, wanted in zip(states, expected, strict=True):
-        torch.testing.assert_close(state[:4], wanted[:4], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights_and_moments(state), weights_and_moments(wanted), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -157,19 +197,19 @@ def test_a_recorded_step_reads_the_gradients_of_the_recording() -> None:
         assert total.item() == pytest.approx(expected, rel=1e-6)
     wanted = run(adamw_torch, "cuda", [1.0, 1.0, 0.0, 1.0])
     for state, other in zip(states, wanted, strict=True):
-        torch.testing.assert_close(state[:4], other[:4], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights_and_moments(state), weights_and_moments(other), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu
 def test_a_parameter_of_more_than_32_bits_of_bytes() -> None:
-    size = 2**31 // 2 + 2 * BLOCK + 3  # its masters have more than 2^32 bytes
+    size = 2**31 // 2 + 2 * BLOCK + 3  # its moments have more than 2^32 bytes
     gradient = torch.ones(size, dtype=torch.bfloat16, device="cuda")
-    master = torch.ones(size, device="cuda")
-    state = [scalar(1, "cuda"), master, *(torch.zeros_like(master) for _ in range(2)), master.bfloat16()]
+    moments = [torch.zeros(size, device="cuda") for _ in range(2)]
+    state = [scalar(1, "cuda"), torch.zeros(size, dtype=torch.int16, device="cuda"), *moments, gradient.clone()]
     lr = scalar(0.5, "cuda", torch.float64)
     adamw([gradient], [state], Tables(), factor=scalar(1, "cuda"), lr=lr, **HYPER)
     torch.testing.assert_close(state[4].amin(), state[4].amax())
-    assert float(master[-1]) == pytest.approx(1 - 0.05 - 0.5, rel=1e-5)
+    assert float(joined(state[4][-1:], state[1][-1:])) == pytest.approx(1 - 0.05 - 0.5, rel=1e-5)
     assert float(square_sum([gradient], Tables())) == pytest.approx(size, rel=1e-6)
 
 

@@ -158,13 +158,13 @@ def test_the_command_decides_auto_for_the_card(cs336: Callable[..., tuple[int, s
         code, out, _ = cs336("plan", command, *words.split(), "--card", "H100")
         lines = out.splitlines()
         assert code == 0
-        assert "activation_offload first_7" in lines[2]
+        assert "activation_offload first_3" in lines[2]
         assert lines[3].startswith("  H100 of 79 GiB, fits: ")
-        assert lines[4].startswith("  activation_offload first_7: 7.19 GiB of pinned host memory a GPU; a link of")
+        assert lines[4].startswith("  activation_offload first_3: 3.08 GiB of pinned host memory a GPU; a link of")
         assert "activation_offload" not in cs336("plan", command, *words.split(), "--card", "H200")[1]
-    small = ("--card", "H100", "--host_memory_gib", "5")
+    small = ("--card", "H100", "--host_memory_gib", "2")
     assert (
-        "which does not fit: 7.19 GiB for 1, and there are 5.00 GiB"
+        "which does not fit: 3.08 GiB for 1, and there are 2.00 GiB"
         in cs336("plan", "memory", *words.split(), *small)[1]
     )
     fast = ("--card", "H100", "--host_link_gb_s", "1000")

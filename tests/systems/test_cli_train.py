@@ -186,7 +186,7 @@ def test_a_model_that_cannot_fit_into_memory_is_refused_at_once(
     [
         ([], {}),
         (["--train.precision=bf16", "--train.weight_dtype=bf16"], {"weight_bytes": 2}),
-        (["--train.precision=bf16"], {"has_masters": True}),
+        (["--train.precision=bf16"], {"master_bytes": 2}),
         (["--train.loss_chunk_tokens=16"], {"loss_chunk_tokens": 16}),
     ],
 )

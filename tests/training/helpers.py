@@ -41,6 +41,7 @@ from cs336_systems.training.checkpoint import prune_checkpoints, save_checkpoint
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.manifest import MANIFEST, Manifest
 from cs336_systems.training.metrics import METRICS_FILE, Row, read_metrics
+from cs336_systems.training.optimizer import LOWER_HALF, joined
 from cs336_systems.training.tensor_files import read_tensors, tensor_shapes
 from tests import forked
 from tests.distributed import processes
@@ -138,9 +139,12 @@ def read_independently(path: Path) -> dict[str, Tensor]:
 
 
 def whole(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, those that ranks have written in pieces too."""
+    """The tensors of a checkpoint, those that ranks have written in pieces too. Halves of weights are joined."""
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensor_shapes(path).items()}
     read_tensors(path, tensors)
+    for place in [name for name in tensors if name.endswith(f".{LOWER_HALF}")]:
+        name = place.replace("optimizer.", "model.", 1).removesuffix(f".{LOWER_HALF}")
+        tensors[name] = joined(tensors[name], tensors.pop(place))
     return tensors
 
 

@@ -14,7 +14,7 @@ from cs336_systems.training import train
 from cs336_systems.training.checkpoint import save_checkpoint
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.manifest import Manifest, checkpoint_name
-from cs336_systems.training.optimizer import MASTER
+from cs336_systems.training.optimizer import joined, rest_of
 from cs336_systems.training.state import collect_state, restore_state
 
 from ..distributed import run_ranks
@@ -85,8 +85,9 @@ def resume_each(pairs: list[tuple[Way, Path]], folder: Path) -> list[tuple[Way, 
             restore_state(source, trainer.model, trainer.optimizer, trainer.device, trainer.strategy.shards())
             trainer.position.step, trainer.position.sequences = 2, 8
             again = save_checkpoint(folder / str(number), state_of(trainer), Manifest(step=1, **REST))
-            states = [(p, trainer.optimizer.state.get(p, {}).get(MASTER, p)) for p in trainer.model.parameters()]
-            is_rounded = all(torch.equal(p, master.to(p.dtype)) for p, master in states)
+            optimizer = trainer.optimizer
+            weights = [(p.detach(), rest_of(p, optimizer.state.get(p, {}))) for p in trainer.model.parameters()]
+            is_rounded = all(torch.equal(p, joined(p, rest).to(p.dtype)) for p, rest in weights)
             results.append((way, source, again, trainer.train_step()["loss"], is_rounded))
     return results
 
@@ -122,7 +123,10 @@ def test_every_precision_goes_on_from_every_other(tmp_path: Path, behind: Sequen
         after, there = whole(again), whole(source)
         assert {tensor.dtype for name, tensor in after.items() if name.startswith("model.")} == {torch.float32}
         wide = {name: t.to(after[name].dtype) for name, t in there.items()} if before == OF_16_BITS else there
-        assert_same_tensors(after, wide)
+        assert after.keys() == wide.keys()
+        for name, tensor in after.items():  # but for the last bit of few weights: see `optimizer.halves`
+            last_bit = 2**-22 if name.startswith("model.") else 0
+            torch.testing.assert_close(tensor, wide[name], rtol=last_bit, atol=0)
         if way == before:
             assert loss == expected, way
         assert loss == pytest.approx(expected, rel=2e-3), (way, before)

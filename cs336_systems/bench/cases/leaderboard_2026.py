@@ -20,7 +20,7 @@ from ...parallel import comm
 from ...planner.accounting import training_flops
 from ...training.launch import check_devices
 from ...training.loop import Trainer
-from ...training.optimizer import MASTER
+from ...training.optimizer import LOWER_HALF, MASTER
 from ..case import Case, row_config, swept
 from ..outcome import measured
 from ..ranks import launched
@@ -124,8 +124,11 @@ def read_back(trainer: Trainer) -> dict[str, Any]:
     """Fields and the number of checkpointed blocks, read from model, strategy and loader."""
     blocks: list[Any] = list(trainer.model.layers)
     strategies = {"FSDP": "fsdp", "TorchFSDP": "torch_fsdp"}
-    # A 16-bit weight is kept in the dtype of its master, if it has one.
-    (dtype,) = {trainer.optimizer.state[p].get(MASTER, p).dtype for p in trainer.model.parameters()}
+    # A 16-bit weight with a master counts as float32.
+    state = trainer.optimizer.state
+    (dtype,) = {
+        torch.float32 if {MASTER, LOWER_HALF} & state[p].keys() else p.dtype for p in trainer.model.parameters()
+    }
     loss = trainer.model.lm_head.loss
     return dict(
         strategy=strategies.get(type(trainer.strategy).__name__),
