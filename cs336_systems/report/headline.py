@@ -58,12 +58,14 @@ def _attention(rows: Sequence[Row]) -> _Compared:
 
 
 def _of_training(rows: Iterable[Row]) -> list[Row]:
-    """Rows of `kernels` with at least 16 heads, with the sizes of their shape as fields."""
+    """Rows of `kernels` with at least 16 heads, with the sizes of their shape and a name for it as fields."""
     named = []
     for row in rows:
         if row.case == "kernels" and row.config["shape"][1] >= _HEADS:
-            sizes = zip(("batch_size", "num_heads", "length", "head_size"), row.config["shape"], strict=True)
-            named.append(replace(row, config={**row.config, **dict(sizes)}))
+            sizes = dict(zip(("batch_size", "num_heads", "length", "head_size"), row.config["shape"], strict=True))
+            work = "{batch_size} x {num_heads}\n{length:,} x {head_size}".format(**sizes)
+            work += "" if row.config["is_causal"] else "\nnot causal"
+            named.append(replace(row, config={**row.config, **sizes, "work": work}))
     return named
 
 
@@ -150,29 +152,20 @@ def _last_groups(
 
 
 def _attention_figure(read: Sequence[Sequence[Row]]) -> Any:
-    """TFLOP/s over length, with a panel for each head size."""
+    """TFLOP/s at each shape."""
     groups = _last_groups([_of_training(run) for run in read], "kernels", _SHAPE_FIELDS, _KERNELS, PEERS)
     rows = [row for group in groups for row in group.values()]
     if not rows:
         return None
     y = Column("forward + backward (TFLOP/s)", "forward_backward_tflops")
-    plot = Plot(name="headline", y=y, x="length", lines=("kernel",), log="x", panels=("head_size",))
-    figure = figure_of(plot, rows, ("num_heads", "is_causal"))
+    figure = figure_of(Plot(name="headline", y=y, x="work", lines=("kernel",), kind="bar"), rows, ())
     figure.set_size_inches(9, 3.6)
-    for axes in figure.axes:
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("length (tokens)")
-        for line in axes.lines:
-            if line.get_label() in _KERNELS:
-                line.set(linewidth=2.2, zorder=3)
-    heads, tokens = (
-        " or ".join(f"{each:,}" for each in sorted({count(row.config) for row in rows}))
-        for count in (lambda c: c["num_heads"], lambda c: c["batch_size"] * c["length"])
-    )
+    (axes,) = figure.axes
+    axes.set_xlabel("batch x heads, length x head size")
+    axes.tick_params("x", rotation=0, labelsize=7.5)
     names = [name for name in _KERNELS if any(row.config["kernel"] == name for row in rows)]
     ours = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
-    work = f"{heads} heads, {tokens} tokens a batch, {_PRECISION}"
-    put_title(figure, f"{machine(rows[0])}: {work}. {ours} this project's; the rest are others'")
+    put_title(figure, f"{machine(rows[0])}, {_PRECISION}. {ours} this project's; the rest are others'")
     return figure
 
 
