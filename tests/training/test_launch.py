@@ -206,37 +206,6 @@ def test_when_a_rank_hangs_on_a_gpu_the_other_names_the_transfer(
     assert f"cs336: rank 0: {transfer} at step 7 was not done after 4 s: another rank is" in failed.stderr
 
 
-APART = """
-import os
-from cs336_systems.parallel.ddp import DDP
-start, calls = DDP._start_next_bucket, []
-def accident(self):
-    calls.append(0)
-    if len(calls) == 50 + int(os.environ["RANK"]):
-        raise RuntimeError("the dog ate my gradients")
-    return start(self)
-DDP._start_next_bucket = accident
-from cs336_systems.training.one_rank import main; main()
-"""
-
-
-@pytest.mark.multigpu
-def test_ranks_that_raise_at_different_places_on_gpus_end(tmp_path: Path) -> None:
-    """One rank's GPU waits for a bucket that the other never sends."""
-    config = config_for(
-        tmp_path,
-        devices=2,
-        parallel=dict(strategy="overlap", bucket_size_mb=0.01, step_timeout_s=4.0),
-        train=dict(device="cuda", cuda_graph=False),
-    )
-    program = tmp_path / "program.py"
-    program.write_text(APART)
-    failed = run_train(config, COMMAND.format(program=str(program), fault="none"), timeout=120)
-    assert failed.returncode == 1
-    assert "the dog ate my gradients" in failed.stderr
-    assert not processes_of(str(tmp_path))
-
-
 @pytest.mark.parametrize("interrupted", [None, "SIGTERM"])
 def test_an_interrupt_after_the_last_step_is_no_interruption(
     interrupted: str | None, alone: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
