@@ -168,9 +168,8 @@ def least_training_bytes(
     into s parts; the rotary tables; token IDs of the batch of B sequences; 16-bit logits of C tokens, which are the
     micro-batch or one chunk of it. Other activations are not counted.
 
-    master_bytes: bytes M that the optimizer keeps of each master, 0 without masters. With them the N_m parameters in
-    products have 16-bit weights and gradients, 4 N_m / w less, and M N_m / s more are beside the moments. muon: the
-    matrices of the blocks have one moment, 4 P L / s less.
+    master_bytes: bytes M that the optimizer keeps of a master, 0 without. With them the N_m parameters in products have
+    16-bit weights and gradients: 4 N_m / w less, M N_m / s more. muon: blocks have one moment, 4 P L / s less.
     """
     length, n = shape.context_length, num_parameters(shape)
     rotary = 4 * length * shape.head_size
