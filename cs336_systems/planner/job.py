@@ -39,6 +39,8 @@ ALIASES = {"flashddp": "bucketed"}
 """Names of training strategies that mean one of STRATEGIES."""
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}
 """Strategies that keep gradients in buckets, with the default bucket size in 2^20 bytes."""
+MASTER_BYTES = {"bf16": 2, "fp8": 2, "fp16": 4}
+"""Bytes that the optimizer keeps of each float32 master: of a bfloat16 weight's only the lower half."""
 
 
 def check_kept_attention(policy: str, attention: str) -> None:
@@ -175,10 +177,8 @@ class Job:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes that the optimizer keeps of each master: 2 in bfloat16, where the weight is the other half."""
-        if not self.has_masters:
-            return 0
-        return 2 if self.computing == "bf16" else 4
+        """Bytes that the optimizer keeps of each master."""
+        return MASTER_BYTES[self.precision] if self.has_masters else 0
 
     @property
     def weight_dtypes(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ from ..machine.hardware import DTYPES, check_precision, memory_bytes
 from ..parallel import comm
 from ..parallel.ranks import local_world_size
 from ..planner.accounting import least_training_bytes
+from ..planner.job import MASTER_BYTES
 from .auto import choose_offload
 from .batches import micro_batch_size
 from .build import strategy_of
@@ -51,7 +52,7 @@ def memory_shortage(config: RunConfig, device: torch.device) -> str:
         weight_parts=world_size if sharded else 1,
         state_parts=world_size if sharded or parallel.shard_optimizer else 1,
         weight_bytes=2 if train.weight_dtype == "bf16" else 4,
-        master_bytes=train.has_masters * (4 if train.precision == "fp16" else 2),
+        master_bytes=MASTER_BYTES[train.precision] if train.has_masters else 0,
         loss_chunk_tokens=train.loss_chunk_tokens,
         muon=config.optimizer.name == "muon",
     )

@@ -123,7 +123,7 @@ def test_matrices_take_14_bytes_a_parameter_in_bfloat16_and_16_in_float16() -> N
     n, matrices = num_parameters(XL), matmul_parameters(XL)
     found, before = held(), moments(Job(shape=XL))["the end of backward"]
     assert found["weights"] == found["gradients"] == pytest.approx(2 * matrices + 4 * (n - matrices), rel=0.03)
-    assert found["lower halves of masters"] == pytest.approx(2 * matrices, rel=0.03)  # the lower halves
+    assert found["lower halves of masters"] == pytest.approx(2 * matrices, rel=0.03)
     assert found["optimizer state"] == pytest.approx(8 * n, rel=0.03)
     in_float16 = held(precision="fp16")
     assert in_float16["masters"] == pytest.approx(2 * found["lower halves of masters"], rel=0.001)
