@@ -252,7 +252,8 @@ class ParallelConfig:
     nccl_max_ctas: int | None = None
     """Thread blocks per GPU that NCCL may take from computation (default: NCCL's choice). Not for gloo."""
     copy_engines: bool = True
-    """Let copy engines gather the weights of fsdp, between GPUs of one machine. false: NCCL does."""
+    """Let copy engines send between GPUs of one machine, where they can: weights and gradients of fsdp, gradients of
+    overlap, individual and bucketed. false: NCCL sends."""
     init_timeout_s: float = 300.0
     """Seconds that processes wait for each other at the start."""
     step_timeout_s: float = 120.0

@@ -23,6 +23,8 @@ from .rendezvous import rendezvous_arguments
 
 allows_copy_engines = True
 """Whether this process group may send by `peer_memory`."""
+timeout_s = 600.0
+"""Seconds after which a collective gives up by itself. On a GPU the watchdog ends the process before."""
 _watchdog: Watchdog | None = None
 _heartbeats: Heartbeats | None = None
 _spare_events: list[torch.cuda.Event] = []
@@ -49,7 +51,7 @@ def process_group(
     Raises CollectiveError if the other ranks do not come within init_timeout_s. NCCL takes at most nccl_max_ctas thread
     blocks of a GPU. Raises ValueError if the environment sets another limit, or does not say where the ranks meet.
     """
-    global _watchdog, _heartbeats, allows_copy_engines
+    global _watchdog, _heartbeats, allows_copy_engines, timeout_s
     allows_copy_engines = copy_engines
     if nccl_max_ctas is not None:  # NCCL reads it once per process, when it first connects
         given = os.environ.setdefault("NCCL_MAX_CTAS", str(nccl_max_ctas))
@@ -69,8 +71,8 @@ def process_group(
     # Our watchdog must fire before NCCL's own, which does not know the step. gloo's timeout must fire before ours,
     # because gloo raises an error in the thread that waits.
     allowance = 60 if device.type == "cuda" else 0
-    timeout = timedelta(seconds=step_timeout_s + allowance)
-    c10d._set_pg_timeout(timeout, dist.group.WORLD)
+    timeout_s = step_timeout_s + allowance
+    c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
     _watchdog = Watchdog(step_timeout_s + (0 if allowance else 10), device)
     if "store" in where and world_size() > 1:  # the agents' store; others may end before this process
         _heartbeats = Heartbeats(where["store"], rank(), world_size(), step_timeout_s)
@@ -184,21 +186,27 @@ def watched(name: str) -> Iterator[None]:
         raise
 
 
-def start_mean(tensors: Iterable[Tensor], name: str, communication_dtype: torch.dtype | None = None) -> Transfer:
+def start_mean(
+    tensors: Iterable[Tensor],
+    name: str,
+    communication_dtype: torch.dtype | None = None,
+    by_copies: Callable[[list[Tensor], str], tuple[list[Any], list[Tensor]]] | None = None,
+) -> Transfer:
     """Average tensors over all ranks, in place, in one transfer per dtype.
 
-    With a communication_dtype they are sent in it. Raises ValueError for a sparse tensor.
+    With a communication_dtype they are sent in it. `by_copies` (`peer_memory.AllReduce.start`) starts what it can and
+    leaves the other tensors. Raises ValueError for a sparse tensor.
     """
     tensors = [t for t in tensors if t.numel()]
     if world_size() == 1 or not tensors:
         return Transfer(name)
     check_dense(tensors, name)
     sent = [t.to(communication_dtype or t.dtype).contiguous() for t in tensors]  # the tensor itself if nothing changes
-    op = _divide_unless_averaged(sent)
+    works, rest = by_copies(sent, name) if by_copies else ([], sent)
+    op = _divide_unless_averaged(rest) if rest else None
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for t in sent:
+    for t in rest:
         by_dtype.setdefault(t.dtype, []).append(t)
-    works = []
     for group in by_dtype.values():
         if len(group) > 1 and (_by_nccl(group[0]) or not group[0].is_cuda):  # gloo takes GPU tensors one at a time
             works.append(_start("allreduce_coalesced", [group], c10d.AllreduceCoalescedOptions(), name, op))

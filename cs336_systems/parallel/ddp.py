@@ -7,12 +7,13 @@ gradients (Li et al. 2020, "PyTorch Distributed", section 3).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import comm
+from . import comm, peer_memory
 from .strategy import Strategy, UsedParameters, weak_hook
 
 
@@ -93,9 +94,21 @@ class DDP(Strategy):
         self._used = UsedParameters(self.trainable())
         self._order = self.trainable()[::-1]
         self._order_known = False
+        self._by_copies = self._all_reduce_by_copies()
         self._build_buckets()
         for p in self._order:
             p.register_post_accumulate_grad_hook(weak_hook(self._post_accumulate_grad))
+
+    def _all_reduce_by_copies(self) -> Callable[[list[Tensor], str], tuple[list[Any], list[Tensor]]] | None:
+        """What averages the large tensors of a bucket if GPUs reach each other's memory."""
+        if not self._order or not peer_memory.can_reach_peers(self._order[0].device):
+            return None
+        own = [p.grad_dtype or p.dtype for p in self._order]
+        sent = [self.grad_dtype or dtype for dtype in own]
+        sizes = [p.numel() * dtype.itemsize for p, dtype in zip(self._order, sent, strict=True)]
+        widened = max(dtype.itemsize / before.itemsize for dtype, before in zip(sent, own, strict=True))
+        largest = min(max(self._max_bytes * widened, *sizes), sum(sizes))
+        return peer_memory.AllReduce(math.ceil(largest), len(sizes), self._order[0].device).start
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -137,7 +150,8 @@ class DDP(Strategy):
         bucket = self._buckets[len(self._transfers)]
         more = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
         name = f"all-reduce of the gradient of {self._names[bucket[0]]}{more}"
-        self._transfers.append(comm.start_mean(self._tensors_to_send(bucket), name, self.grad_dtype))
+        tensors = self._tensors_to_send(bucket)
+        self._transfers.append(comm.start_mean(tensors, name, self.grad_dtype, self._by_copies))
 
     def _tensors_to_send(self, bucket: list[nn.Parameter]) -> list[Tensor]:
         """The tensors to send for a bucket whose gradients are all ready."""

@@ -9,7 +9,7 @@ prefetches the next ones; `_post_forward` reshards them and hooks its outputs. `
 the same in reverse order. `_post_accumulate_grad` counts gradients and reduce-scatters complete groups.
 `_root_post_backward` reduces the remaining groups and reshards all.
 
-Weights are gathered by the copy engines of GPUs that read each other's memory (`peer_memory.py`), otherwise by NCCL.
+GPUs that reach each other's memory send by their copy engines (`peer_memory.py`), others by NCCL.
 
 Streams. An NCCL collective or a copy starts after the work queued on the current stream so far, and `wait` makes the
 current stream wait for it. Buffers are allocated and freed on the current stream, and freed only after that wait, so
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from . import comm, peer_memory
+from . import comm
 from .fsdp_modules import EMBEDDINGS, describe_shards
 from .fsdp_param_group import GUARDED, SHARDED, UNSHARDED, shard_module
 from .fsdp_prefetch import PrefetchSchedule, insert_uncalled_modules, plan_backward, plan_forward
@@ -117,7 +117,7 @@ class FSDP(Strategy):
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._flags = UsedParameters(self._trainable)
         self._num_forwards = 0
-        self._meets_on = next((g.params[0].shard.device for g in self._groups if g.is_read_by_peers), None)
+        self._peers = next((group.peers for group in self._groups if group.peers is not None), None)
         # The order of registration, which the first forward pass with gradients replaces by the order of the calls.
         self._order_known = False
         self._order = list(range(len(self._fsdp_modules)))
@@ -178,8 +178,8 @@ class FSDP(Strategy):
 
         Nor does one update weights that another still reads: the mean of the replicated gradients comes between.
         """
-        if self._meets_on is not None:
-            peer_memory.meet(self._meets_on, "meeting before weights are read")
+        if self._peers is not None:
+            self._peers.meet()
 
     def _uninstall(self, number: int, *_: Any) -> None:
         """Take the whole weights out of a module, also if its call has failed, before or while they came."""

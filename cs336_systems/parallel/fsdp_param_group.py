@@ -113,8 +113,8 @@ class ParamGroup:
 
     The all-gather writes straight into the weight, gradients are sent without a copy, and the part that is received is
     the shard's gradient. A copy is made only to change the dtype, or to pad rows whose number is not divisible by the
-    number of ranks. Shards that need no copy are gathered by copy engines, if GPUs can read each other's memory. What a
-    step needs is made here once, because the host must stay ahead of the GPU.
+    number of ranks. Groups whose shards need no copy are sent by copy engines, if GPUs reach each other's memory. What
+    a step needs is made here once, because the host must stay ahead of the GPU.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class ParamGroup:
         # The shards share one storage, because the GPU's allocator may keep up to 1 MB behind each separate tensor.
         shapes, own_dtype = [shard.shape for shard in self._shards], self._shards[0].dtype
         in_place = own_dtype == dtype and all(p.shape == p.padded_shape for p in params)
-        self.is_read_by_peers = peer_memory.can_read_peers(device) and in_place
-        if self.is_read_by_peers:
-            self._peers = peer_memory.PeerBuffer(peer_memory.bytes_of(shapes, dtype), device)
-            self._parts = self._peers.tensors(shapes, dtype)  # of all ranks
+        self.peers: peer_memory.PeerBuffer | None = None  # with the shards, if copy engines send
+        if peer_memory.can_reach_peers(device) and in_place:
+            self.peers = peer_memory.PeerBuffer(peer_memory.bytes_of(shapes, dtype), device)
+            self._parts = self.peers.tensors(shapes, dtype)  # of all ranks
             places = [of_ranks[comm.rank()] for of_ranks in self._parts]
         else:
             places = ResizableBuffer(shapes, own_dtype, device).tensors
@@ -149,10 +149,13 @@ class ParamGroup:
         self.kept = False  # whether forward leaves it unsharded for backward
         self._all_gather: comm.Transfer | None = None
         self._reduce_scatter: tuple[comm.Transfer, list[Tensor], list[Tensor]] | None = None  # its input and output
+        self.by_copies: peer_memory.ReduceScatter | None = None
         self.trainable = [p for p in params if p.full.requires_grad]
         if self.trainable:
             full, padded = [p.full for p in self.trainable], [p.padded_shape for p in self.trainable]
-            self._reduce_scatter_input = SendBuffer(full, padded, grad_dtype or dtype)
+            sent, parts = grad_dtype or dtype, [p.shard_shape for p in self.trainable]
+            self._reduce_scatter_input = SendBuffer(full, padded, sent)
+            self.bytes_from_each_rank = peer_memory.bytes_of(parts, sent)
         self.forget_backward()
 
     def forget_backward(self) -> None:
@@ -175,8 +178,8 @@ class ParamGroup:
         self._is_unsharded = True
         self.unsharded.allocate()
         whole, name = self.unsharded.tensors, f"gather of {self.name}"
-        if self.is_read_by_peers:
-            self._all_gather = peer_memory.start_reading(whole, self._parts, name)
+        if self.peers is not None:
+            self._all_gather = peer_memory.start_all_gather(whole, self._parts, name)
         else:
             self._all_gather = comm.start_all_gather(whole, self._all_gather_input.copy_in(self._shards), name)
 
@@ -205,7 +208,8 @@ class ParamGroup:
             p.full.grad = None
         sent = self._reduce_scatter_input.copy_in(gradients)
         received = [x.new_empty(p.shard_shape) for x, p in zip(sent, self.trainable, strict=True)]
-        transfer = comm.start_reduce_scatter_mean(received, sent, f"scatter of {self.name}")
+        start = comm.start_reduce_scatter_mean if self.by_copies is None else self.by_copies.start
+        transfer = start(received, sent, f"scatter of {self.name}")
         self._reduce_scatter = transfer, sent, received
         self.num_gradients, self.reduced = 0, True
 
@@ -292,4 +296,10 @@ def shard_module(
         group = ParamGroup(name, params, compute_dtype or dtype, grad_dtype)
         for number in numbers:
             groups[number].append(group)
+    copied = [group for of_module in groups for group in of_module if group.peers is not None and group.trainable]
+    if copied:
+        largest = max(group.bytes_from_each_rank for group in copied)
+        by_copies = peer_memory.ReduceScatter(largest, copied[0].params[0].shard.device)
+        for group in copied:
+            group.by_copies = by_copies
     return [FSDPModule(names[m], m, its_groups) for m, its_groups in zip(modules, groups, strict=True)]

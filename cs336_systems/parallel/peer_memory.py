@@ -1,14 +1,16 @@
-"""Transfers by the GPUs' copy engines, between GPUs of one machine that read each other's memory.
+"""Collectives by the GPUs' copy engines, between GPUs of one machine that reach each other's memory.
 
-NCCL's kernels take multiprocessors and slow the products beside them; copy engines do not. What the others read lies in
-PyTorch's symmetric memory, which all ranks allocate together and each maps into its own addresses.
+NCCL's kernels take multiprocessors and slow the products beside them; copy engines do not. What other ranks read or
+write lies in PyTorch's symmetric memory, which all ranks allocate together and each maps into its own addresses.
+Kernels only take the means of gradients and let ranks meet.
 """
 
+import ctypes
 import functools
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -20,11 +22,13 @@ from .failure import first_line, named
 from .ranks import rank, world_size
 
 ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns on GPUs
+LEAST_BYTES = 2**20
+"""The smallest tensor that `AllReduce` takes."""
 logger = logging.getLogger(__name__)
 
 
 class PeerBuffer:
-    """Memory of this rank that all ranks read. All of them make one of the same size, together.
+    """Memory of this rank that all ranks read and write. All of them make one of the same size, together.
 
     No rank may write what another one still reads, or read what another one still writes: `meet` comes between.
     """
@@ -41,18 +45,26 @@ class PeerBuffer:
         self._own = symmetric._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         with named("sharing of memory"):
             self._memory = symmetric.rendezvous(self._own, c10d._get_default_group())
+        self._known: dict[tuple[torch.dtype, *tuple[torch.Size, ...]], list[list[Tensor]]] = {}
         PeerBuffer.held_bytes += nbytes
         weakref.finalize(self, _count_free, nbytes)
 
     def tensors(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[list[Tensor]]:
         """Tensors of these shapes, one behind the other from the buffer's start: of each shape one for every rank."""
+        if (dtype, *shapes) in self._known:
+            return self._known[dtype, *shapes]
         found, start = [], 0
         for shape in shapes:
             own = self._own[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             theirs = [self._memory.get_buffer(r, shape, dtype, start // dtype.itemsize) for r in range(world_size())]
             found.append([*theirs[: rank()], own, *theirs[rank() + 1 :]])
             start += bytes_of([shape], dtype)
+        self._known[dtype, *shapes] = found
         return found
+
+    def meet(self) -> None:
+        """Let the current stream continue when all ranks have come here on theirs."""
+        self._memory.barrier(timeout_ms=int(1000 * comm.timeout_s))
 
 
 def _count_free(nbytes: int) -> None:
@@ -64,21 +76,21 @@ def bytes_of(shapes: Sequence[torch.Size], dtype: torch.dtype) -> int:
     return sum(-(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in shapes)
 
 
-def can_read_peers(device: torch.device) -> bool:
-    """Whether each rank has a GPU of its own in one machine, which reads the others' memory. All ranks ask together.
+def can_reach_peers(device: torch.device) -> bool:
+    """Whether each rank has a GPU of its own in one machine, which reaches the others' memory. All ranks ask together.
 
     False if the process group does not allow it.
     """
     is_possible = comm.allows_copy_engines and device.type == "cuda" and world_size() > 1
-    return is_possible and _can_read_peers(device, world_size())
+    return is_possible and _can_reach_peers(device, world_size())
 
 
 @functools.cache
-def _can_read_peers(device: torch.device, ranks: int) -> bool:
+def _can_reach_peers(device: torch.device, ranks: int) -> bool:
     found = comm.all_gather_objects((os.uname().nodename, device.index), "which GPUs there are")
     others = [index for _, index in found if index != device.index]
     able = len({host for host, _ in found}) == 1 and len(others) == ranks - 1
-    able = able and all(torch.cuda.can_device_access_peer(device, index) for index in others)
+    able = able and all(_has_atomics(device.index, index) for index in others)
     if all(comm.all_gather_objects(able, "whether GPUs reach each other")):
         try:
             PeerBuffer(ALIGNMENT, device)
@@ -88,11 +100,19 @@ def _can_read_peers(device: torch.device, ranks: int) -> bool:
     return all(comm.all_gather_objects(able, "whether GPUs share memory"))
 
 
-class _Copies:
-    """Copies on a stream of their own, as a work that `Transfer` waits for. It keeps their outputs until then."""
+def _has_atomics(own: int, other: int) -> bool:
+    """Whether a GPU reaches another one's memory by atomic operations, as over NVLink. Meetings need them."""
+    found, native_atomics = ctypes.c_int(0), 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    error = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(found), native_atomics, own, other)
+    return error == 0 and found.value == 1
 
-    def __init__(self, stream: torch.cuda.Stream, outputs: Sequence[Tensor]) -> None:
-        self._event, self._outputs = torch.cuda.Event(), outputs
+
+class _Copies:
+    """Copies on a stream of their own, as a work that `Transfer` waits for."""
+
+    def __init__(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        self._work = work  # holds the tensors until `Transfer` drops it
+        self._event = torch.cuda.Event()
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -103,28 +123,90 @@ class _Copies:
 
 
 @functools.cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
+def _stream_for(kind: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def start_reading(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], name: str) -> comm.Transfer:
-    """`comm.start_all_gather` by copies: fill each output (world_size * rows, ...) with the parts of all ranks."""
-    stream = _stream_of(outputs[0].device)
+def start(kind: str, work: Callable[[], None], device: torch.device, name: str) -> _Copies:
+    """Queue work on the stream for its kind, behind all that the current stream has so far."""
+    stream = _stream_for(kind, device)
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch._C._profiler._RecordFunctionFast(name):
-        copy_parts(outputs, parts)
-    return comm.Transfer(name, [_Copies(stream, outputs)])
+    with torch.cuda.stream(stream), torch._C._profiler._RecordFunctionFast(name), torch.no_grad():
+        work()
+    return _Copies(stream, work)
 
 
-def copy_parts(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
-    """The same on the current stream."""
-    order = [(rank() + 1 + i) % world_size() for i in range(world_size())]  # no two ranks read the same one at once
-    for output, of_ranks in zip(outputs, parts, strict=True):
-        pieces = output.chunk(world_size())
-        for r in order:
-            pieces[r].copy_(of_ranks[r])
+def start_all_gather(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], name: str) -> comm.Transfer:
+    """`comm.start_all_gather` by copies: fill each output (world_size * rows, ...) with the parts of all ranks."""
+    pieces = [output.chunk(world_size()) for output in outputs]
+    return comm.Transfer(name, [start("gather", lambda: _read(pieces, parts), outputs[0].device, name)])
 
 
-def meet(device: torch.device, name: str) -> None:
-    """Let the current stream continue when all ranks have come here on theirs."""
-    comm.mean([torch.zeros(1, device=device)], name)
+def _read(pieces: Sequence[Sequence[Tensor]], parts: Sequence[Sequence[Tensor]]) -> None:
+    """Fill the pieces of each tensor from the parts of the ranks, beginning with the next rank's."""
+    for distance in range(1, world_size() + 1):
+        r = (rank() + distance) % world_size()  # no two ranks read the same one at once
+        for of_tensor, of_ranks in zip(pieces, parts, strict=True):
+            of_tensor[r].copy_(of_ranks[r][: len(of_tensor[r])])
+
+
+def _mean_of_parts(inbox: PeerBuffer, pieces: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
+    """Write each piece to the rank that it belongs to, which leaves the mean of what it got in its output.
+
+    At the end all ranks have their means.
+    """
+    shapes = [torch.Size((world_size() - 1, *of_tensor[0].shape)) for of_tensor in pieces]
+    inboxes = inbox.tensors(shapes, outputs[0].dtype)
+    for number in range(world_size() - 1):
+        owner = (rank() + 1 + number) % world_size()
+        for of_tensor, of_ranks in zip(pieces, inboxes, strict=True):
+            of_ranks[owner][number, : len(of_tensor[owner])].copy_(of_tensor[owner])
+    inbox.meet()
+    for of_tensor, of_ranks, output in zip(pieces, inboxes, outputs, strict=True):
+        mean = of_tensor[rank()]
+        for count, other in enumerate(of_ranks[rank()], start=2):
+            mean = torch.lerp(mean, other[: len(mean)], 1 / count, out=output)
+    inbox.meet()
+
+
+class ReduceScatter:
+    """`comm.start_reduce_scatter_mean` by copies.
+
+    nbytes: the most that a rank gets from another one in a call.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._inbox = PeerBuffer(nbytes * (world_size() - 1), device)
+
+    def start(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: str) -> comm.Transfer:
+        pieces = [x.chunk(world_size()) for x in inputs]
+        work = start("reduce", lambda: _mean_of_parts(self._inbox, pieces, outputs), outputs[0].device, name)
+        return comm.Transfer(name, [work])
+
+
+class AllReduce:
+    """Averages large tensors of one dtype in place, by copies: a reduce-scatter, and a gather of its means.
+
+    nbytes, tensors: the most in a call.
+    """
+
+    def __init__(self, nbytes: int, tensors: int, device: torch.device) -> None:
+        part = -(-nbytes // world_size()) + tensors * ALIGNMENT
+        self._inbox, self._outbox = PeerBuffer(part * (world_size() - 1), device), PeerBuffer(part, device)
+
+    def start(self, tensors: Sequence[Tensor], name: str) -> tuple[list[_Copies], list[Tensor]]:
+        """The work under way, and the small tensors, for which one NCCL kernel takes less time than many copies."""
+        large = [t for t in tensors if t.nbytes >= LEAST_BYTES]
+        works = [start("reduce", lambda: self._all_reduce(large), large[0].device, name)] if large else []
+        return works, [t for t in tensors if t.nbytes < LEAST_BYTES]
+
+    def _all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        sizes = [-(-t.numel() // world_size()) for t in tensors]  # the last pieces may be smaller
+        pieces = [
+            [t.view(-1)[r * size : (r + 1) * size] for r in range(world_size())]
+            for t, size in zip(tensors, sizes, strict=True)
+        ]
+        means = self._outbox.tensors([torch.Size([size]) for size in sizes], tensors[0].dtype)
+        own = [m[rank()][: len(p[rank()])] for m, p in zip(means, pieces, strict=True)]
+        _mean_of_parts(self._inbox, pieces, own)
+        _read(pieces, means)  # before the next call's first meeting, so before its means

@@ -32,6 +32,8 @@ WITHOUT_RATE = ("flash_torch", "flash_triton_simple", "flash_triton_compiled")
 """Kernels to read or to compare with, slower than the rates of `cards`."""
 OVERLAPPED = ("overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 """Strategies that communicate during the backward pass."""
+COPIED = ("overlap", "individual", "bucketed")
+"""Strategies whose all-reduces copy engines carry out."""
 STRATEGIES = ("none", "naive", "flat", *OVERLAPPED, "fsdp_simple")
 NEED_FLOAT32 = ("torch_ddp", "torch_fsdp")
 """Strategies that a 16-bit run gives float32 weights."""
@@ -90,7 +92,7 @@ class Job:
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Type in which gradients are sent."""
     copy_engines: bool = True
-    """Copy engines gather the weights of fsdp."""
+    """Whether copy engines send instead of NCCL (fsdp, overlap, individual, bucketed)."""
     optimizer: bool = True
     """Whether there is an optimizer step (AdamW in one kernel, PyTorch's or `fused`)."""
     fused: bool = False
@@ -210,14 +212,11 @@ class Job:
         return 2 if self.reshard_after_forward else 1, sent / self.number_bytes
 
     @property
-    def copied_share(self) -> float:
-        """Share of the sent bytes that copy engines carry (`parallel/peer_memory.py`) between GPUs of one machine."""
+    def sends_by_copies(self) -> bool:
+        """Whether copy engines send (`parallel/peer_memory.py`), between GPUs of one machine."""
         is_even = all(n % self.world_size == 0 for n in (self.shape.d_model, self.shape.d_ff, *widths(self.shape)))
-        as_computed = self.weight_dtypes["blocks"] == self.computing
-        if not (self.copy_engines and self.strategy == "fsdp" and is_even and as_computed):
-            return 0.0
-        gathered, scattered = self.weight_passes
-        return gathered / (gathered + scattered)
+        of_fsdp = self.strategy == "fsdp" and is_even and self.weight_dtypes["blocks"] == self.computing
+        return self.world_size > 1 and self.copy_engines and (of_fsdp or self.strategy in COPIED)
 
     @property
     def computes_narrow(self) -> bool:

@@ -81,7 +81,7 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
             reshard_after_forward=chosen.reshard_after_forward,
             bucket_size_mb=bucket_size_mb,
             grad_dtype=parallel["grad_dtype"],
-            copy_engines=parallel.get("copy_engines", True),
+            copy_engines=parallel.get("copy_engines", False),  # NCCL sent, before that field existed
         )
     return Job(
         shape=ModelConfig(**run["model"]).shape,

@@ -38,10 +38,12 @@ EXPOSED_COPIES = "waiting for host memory"
 MIXED_RATE = 0.55
 # NCCL's thread blocks, each of which keeps a multiprocessor from computing while it sends (assumed: its usual number of
 # channels over NVLink), and how often a byte that it sends passes memory: read and sent, received, reduced, received. A
-# copy engine takes no multiprocessor. It reads a byte and writes it.
+# copy engine takes no multiprocessor. It reads a byte and writes it. The mean of gradients reads what came and what
+# this rank has, and writes the mean.
 CHANNELS = 24
 PASSES = 4
 COPY_PASSES = 2
+MEAN_PASSES = 3
 
 # Plain attention. The share of the rate of large products that products of heads of 64 and 80 reach (eager: 32 of 50
 # TFLOP/s), and how often the scores pass through memory, forward and backward. Eager: from the kernels in
@@ -235,8 +237,8 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
     Transfers that do not overlap (naive, flat, fsdp_simple) are fully exposed. During the backward pass, the last
     bucket, the overhead of every call (as in `communication.added_seconds`) and any time beyond the backward pass are
     exposed. Hidden transfers take memory bandwidth from the backward pass: NCCL's for PASSES times their bytes, those
-    of copy engines for COPY_PASSES times. NCCL's take CHANNELS multiprocessors as well. Gradients that are sent in
-    another dtype are cast to it and back.
+    of copy engines for COPY_PASSES times, and for MEAN_PASSES more if they are gradients. NCCL's take CHANNELS
+    multiprocessors as well. Gradients that are sent in another dtype are cast to it and back.
     """
     if job.world_size == 1:
         return []
@@ -247,8 +249,10 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
         left, hidden = last + max(0.0, time - last - backward_s), min(time - last, backward_s)
     a_call_us = all_sent.overhead_s / all_sent.calls * 1e6
     working = f"{left * 1e3:.4g} of {time * 1e3:.4g} ms of bytes + {all_sent.calls} calls x {a_call_us:.4g} us"
-    copied = job.copied_share
-    by_nccl, passes = hidden * (1 - copied), PASSES * (1 - copied) + COPY_PASSES * copied
+    by_nccl, passes = hidden, float(PASSES)
+    if job.sends_by_copies:
+        gathered, reduced = job.weight_passes if job.is_sharded else (1, 1)
+        by_nccl, passes = 0.0, COPY_PASSES + MEAN_PASSES * reduced / (gathered + reduced)
     interference = by_nccl * CHANNELS / card.multiprocessors + passes * all_sent.bytes_a_gpu / card.bandwidth
     own, cast = sizes_of(job.gradient_dtypes), job.cast_to_send
     times = {"flat": 4, **dict.fromkeys(IN_BUCKETS, 2 if job.cuda_graph else 4)}.get(job.strategy, 0)

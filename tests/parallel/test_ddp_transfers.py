@@ -24,7 +24,7 @@ def transfers_during_backward(cls: type[DDP], *options: Any) -> list[list[str]]:
     """The transfers started in each step, with a mark at the end of the backward pass."""
     events: list[str] = []
     start = comm.start_mean
-    comm.start_mean = lambda tensors, what, wire=None: (events.append(what), start(tensors, what, wire))[1]
+    comm.start_mean = lambda tensors, what, *how: (events.append(what), start(tensors, what, *how))[1]
     module = build("transformer")
     strategy = cls(module, *options)
     steps = []

@@ -2,7 +2,6 @@
 
 import functools
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from tests.distributed import run_ranks
 from tests.parallel.models import check_training, sgd, train_on_ranks
 
 
-def test_a_cpu_does_not_read_peers_and_a_gpu_only_if_it_is_allowed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_does_not_reach_peers_and_a_gpu_only_if_it_is_allowed_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "world_size", lambda: 2)
-    monkeypatch.setattr(peer_memory, "_can_read_peers", lambda device, ranks: True)
-    assert not peer_memory.can_read_peers(torch.device("cpu"))
-    assert peer_memory.can_read_peers(torch.device("cuda", 0))
+    monkeypatch.setattr(peer_memory, "_can_reach_peers", lambda device, ranks: True)
+    assert not peer_memory.can_reach_peers(torch.device("cpu"))
+    assert peer_memory.can_reach_peers(torch.device("cuda", 0))
     monkeypatch.setattr(comm, "allows_copy_engines", False)
-    assert not peer_memory.can_read_peers(torch.device("cuda", 0))
+    assert not peer_memory.can_reach_peers(torch.device("cuda", 0))
 
 
 def test_tensors_of_a_buffer_begin_at_multiples_of_512_bytes() -> None:
@@ -33,45 +32,112 @@ def test_tensors_of_a_buffer_begin_at_multiples_of_512_bytes() -> None:
 # On a CPU
 
 
-class SharedMemory(peer_memory.PeerBuffer):
-    """A file for each rank, which all of them map."""
+class Files:
+    """What PyTorch's symmetric memory offers, in a file for each rank."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes = nbytes
+    def __init__(self, nbytes: int) -> None:
         (folder, *_) = comm.all_gather_objects(tempfile.mkdtemp(), "folder of the memory")
         files = [Path(folder, str(rank)) for rank in range(comm.world_size())]
         files[comm.rank()].write_bytes(b"\xff" * nbytes)  # NaN
         comm.barrier("all files are there")
-        self._of_ranks = [torch.from_file(str(file), True, nbytes, dtype=torch.uint8) for file in files]
+        self.of_ranks = [torch.from_file(str(file), True, nbytes, dtype=torch.uint8) for file in files]
 
-    def tensors(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[list[Tensor]]:
-        found, start = [], 0
-        for shape in shapes:
-            end = start + shape.numel() * dtype.itemsize
-            found.append([memory[start:end].view(dtype).view(shape) for memory in self._of_ranks])
-            start += peer_memory.bytes_of([shape], dtype)
-        return found
+    def get_buffer(self, rank: int, shape: torch.Size, dtype: torch.dtype, offset: int) -> Tensor:
+        start, nbytes = offset * dtype.itemsize, shape.numel() * dtype.itemsize
+        return self.of_ranks[rank][start : start + nbytes].view(dtype).view(shape)
+
+    def barrier(self, timeout_ms: int) -> None:
+        comm.barrier("copies")
+
+
+class SharedMemory(peer_memory.PeerBuffer):
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._memory: Any = Files(nbytes)
+        self._own, self._known = self._memory.of_ranks[comm.rank()], {}
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def share_memory() -> None:
+    peers: Any = peer_memory  # in a process of its own
+    peers.PeerBuffer, peers.can_reach_peers, peers.LEAST_BYTES = SharedMemory, lambda device: True, 0
+    peers.start = lambda kind, work, device, name: work() or Done()
 
 
 def train_in_shared_memory(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    peers: Any = peer_memory  # in a process of its own
-    peers.PeerBuffer, peers.can_read_peers = SharedMemory, lambda device: True
-    peers.start_reading = lambda outputs, parts, name: peers.copy_parts(outputs, parts) or comm.Transfer(name)
+    share_memory()
     return train_on_ranks(*args, **kwargs)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_copies_between_processes_equal_one_process(reshard_after_forward: bool, world_size: int) -> None:
+@pytest.mark.parametrize(
+    "strategy, how",
+    [
+        ("fsdp", dict(reshard_after_forward=True)),
+        ("fsdp", dict(reshard_after_forward=False)),
+        ("individual", {}),
+        ("overlap", dict(bucket_size_mb=0.01)),
+        ("bucketed", dict(bucket_size_mb=0.01)),
+    ],
+)
+def test_copies_between_processes_equal_one_process(strategy: str, how: dict[str, Any], world_size: int) -> None:
     train = functools.partial(train_in_shared_memory, micro_batches=2)
-    check_training("fsdp", "transformer", world_size, sgd, train=train, reshard_after_forward=reshard_after_forward)
+    check_training(strategy, "transformer", world_size, sgd, train=train, **how)
+
+
+def averaged(device: str) -> list[tuple[Tensor, Tensor]]:
+    """What several calls in a row found and should have found, while one rank or another is late."""
+    if device == "cpu":
+        share_memory()
+    here, ranks = torch.device(device, comm.rank() if device == "cuda" else None), comm.world_size()
+    shapes = [torch.Size([600, 1000]), torch.Size([7]), torch.Size([])]
+    nbytes = peer_memory.bytes_of(shapes, torch.bfloat16)
+    reduce_scatter = peer_memory.ReduceScatter(nbytes, here)
+    all_reduce = peer_memory.AllReduce(nbytes, len(shapes), here)
+    found, transfers = [], []
+    for step in range(12):
+
+        def made(rank: int, parts: int, step: int = step) -> list[Tensor]:
+            generator = torch.Generator().manual_seed(ranks * step + rank)
+            return [torch.randn(parts, *shape, generator=generator).to(here, torch.bfloat16) for shape in shapes]
+
+        def mean(parts: int, made: Any = made) -> list[Tensor]:
+            of_tensors = zip(*(made(rank, parts) for rank in range(ranks)), strict=True)
+            return [torch.stack(of_ranks).float().mean(0) for of_ranks in of_tensors]
+
+        if device == "cuda" and step % 3 == comm.rank():
+            torch.cuda._sleep(10**8)
+        outputs = [torch.full((1, *shape), torch.nan, dtype=torch.bfloat16, device=here) for shape in shapes]
+        whole = made(comm.rank(), 1)
+        transfers.append(reduce_scatter.start(outputs, made(comm.rank(), ranks), "reduce-scatter"))
+        transfers.append(comm.start_mean(whole, "all-reduce", by_copies=all_reduce.start))
+        if step % 2:
+            transfers[-1].wait()
+        found += [(o, m[comm.rank()][None]) for o, m in zip(outputs, mean(ranks), strict=True)]
+        found += list(zip(whole, mean(1), strict=True))
+    for transfer in transfers:
+        transfer.wait()
+    return [(o.float().cpu(), m.cpu()) for o, m in found]
+
+
+@pytest.mark.parametrize("device, ranks", [("cpu", 3), pytest.param("cuda", 2, marks=pytest.mark.multigpu)])
+def test_averages_by_copies_come_in_order(device: str, ranks: int) -> None:
+    for of_rank in run_ranks(averaged, ranks, device, device=device):
+        for output, expected in of_rank:
+            torch.testing.assert_close(output, expected, rtol=2**-7, atol=1e-2)
 
 
 # On GPUs
 
 
 def gathered() -> list[tuple[bool, bool]]:
-    """For a module of each number of rows: whether its shards are read by peers, and whether its weight is right."""
+    """For a module of each number of rows: whether copy engines send it, and whether its weight is right."""
     device, found = torch.device("cuda", comm.rank()), []
     for rows in (64, 63):
         torch.manual_seed(0)
@@ -85,7 +151,7 @@ def gathered() -> list[tuple[bool, bool]]:
             expected = expected + 16
             right = torch.allclose(strategy(x), expected, atol=1e-4)
             comm.barrier("reading")  # in training, the mean of the replicated gradients
-        found.append((strategy._groups[0].is_read_by_peers, right))
+        found.append((strategy._groups[0].peers is not None, right))
     return found
 
 

@@ -286,7 +286,7 @@ def test_buckets_expose_the_last_one_and_the_overheads() -> None:
 def test_interference_and_copies_by_hand() -> None:
     # 4 N = 7,992,940,800 bytes. Of their 27.98 ms the last of 98 buckets is not hidden, and 24 of 132 multiprocessors
     # send. Four passes of 2 (2 - 1) / 2 x 4 N bytes through memory at 4.3 TB/s are 7.435 ms.
-    graph = parts(strategy="bucketed", world_size=2, cuda_graph=True)
+    graph = parts(strategy="bucketed", world_size=2, cuda_graph=True, copy_engines=False)
     hidden = 7_992_940_800 / H200.link * 97 / 98
     assert graph["cost of hiding the rest"] == pytest.approx(hidden * 24 / 132 + 7.435e-3, rel=1e-4)
     # Gradients are copied into buckets, 8 bytes a parameter; without a graph they are zeroed and added to, 16.
@@ -325,17 +325,20 @@ def test_fsdp_exposes_its_last_unit_and_the_overheads() -> None:
 
 def test_copy_engines_leave_multiprocessors_to_the_products() -> None:
     # 2 N = 3,996,470,400 bytes, half of them from the other GPU, gathered twice and reduced once. All but the last of
-    # 50 units is hidden. NCCL takes 24 of 132 multiprocessors for that time, and four passes through memory. If copy
-    # engines gather, NCCL sends a third, and the other two thirds take two passes: (4 + 2 x 2) / 3.
+    # 50 units is hidden. NCCL takes 24 of 132 multiprocessors for that time, and four passes through memory. Copies
+    # take two passes, and the mean of gradients, a third of the bytes, takes three more.
     seconds, nbytes = 3 * 3_996_470_400 / 2 / H200.link, 3 * 3_996_470_400 / 2
     hidden = seconds - seconds / 3 / 50
     job: dict[str, Any] = dict(strategy="fsdp", world_size=2, fused=True)
     by_nccl = parts(**job, copy_engines=False)["cost of hiding the rest"]
     assert by_nccl == pytest.approx(hidden * 24 / 132 + 4 * nbytes / 4.3e12)
-    assert parts(**job)["cost of hiding the rest"] == pytest.approx(hidden / 3 * 24 / 132 + 8 / 3 * nbytes / 4.3e12)
-    once = Job(shape=XL, **job, reshard_after_forward=False)
-    shares = [replace(once, grad_dtype=dtype).copied_share for dtype in ("same", "fp32")]
-    assert shares == [1 / 2, 1 / 3]  # float32 gradients are twice the bytes of the weights
+    assert parts(**job)["cost of hiding the rest"] == pytest.approx((2 + 3 / 3) * nbytes / 4.3e12)
+    # Float32 gradients are two thirds of the bytes if weights are gathered once.
+    once = parts(**job, reshard_after_forward=False, grad_dtype="fp32")["cost of hiding the rest"]
+    assert once == pytest.approx((2 + 3 * 2 / 3) * nbytes / 4.3e12)
+    # Half of an all-reduce is a reduce-scatter. Each half sends half of the gradients, of which 16,155,200 are float32.
+    overlap = parts(strategy="overlap", world_size=2, fused=True)["cost of hiding the rest"]
+    assert overlap == pytest.approx((2 + 3 / 2) * (3_996_470_400 + 2 * 16_155_200) / 4.3e12)
 
 
 def test_transfers_longer_than_the_backward_pass_are_exposed() -> None:

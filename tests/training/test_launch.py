@@ -69,7 +69,9 @@ if fault == "all mistype" or fault == "one mistypes" and rank == 1:
 if fault == "all find no checkpoint":
     sys.argv += ["--resume", "nowhere/step_00000001"]
 """
-LAUNCHED = FAULTY + "from cs336_systems.training.one_rank import main; main()"
+BY_COPIES = "from cs336_systems.parallel import peer_memory; peer_memory.LEAST_BYTES = 0\n"
+START = "from cs336_systems.training.one_rank import main; main()"
+LAUNCHED = FAULTY + START
 BY_TORCHRUN = FAULTY + "from cs336_systems.cli.main import main; main()"
 # The command, with the faulty program in the place of the launched one.
 COMMAND = """
@@ -200,10 +202,38 @@ def test_when_a_rank_hangs_on_a_gpu_the_other_names_the_transfer(
     train, parallel = dict(device="cuda", cuda_graph=cuda_graph), dict(strategy="overlap", bucket_size_mb=100.0)
     config = config_for(tmp_path, devices=2, parallel=parallel | dict(step_timeout_s=4.0), train=train)
     program = tmp_path / "program.py"
-    program.write_text("from cs336_systems.parallel.failure import Watchdog; Watchdog.STUCK_S = 20\n" + LAUNCHED)
+    stuck = "from cs336_systems.parallel.failure import Watchdog; Watchdog.STUCK_S = 20\n"
+    program.write_text(BY_COPIES + stuck + LAUNCHED)
     failed = run_train(config, COMMAND.format(program=str(program), fault="hangs"), timeout=120)
     assert failed.returncode == 1
     assert f"cs336: rank 0: {transfer} at step 7 was not done after 4 s: another rank is" in failed.stderr
+
+
+APART = """
+from cs336_systems.parallel.ddp import DDP
+start, calls = DDP._start_next_bucket, []
+def accident(self):
+    calls.append(0)
+    return broken() if len(calls) == 50 + rank else start(self)
+DDP._start_next_bucket = accident
+"""
+
+
+@pytest.mark.multigpu
+def test_ranks_that_raise_at_different_places_on_gpus_end(tmp_path: Path) -> None:
+    """One rank's GPU waits for a bucket that the other never sends."""
+    config = config_for(
+        tmp_path,
+        devices=2,
+        parallel=dict(strategy="overlap", bucket_size_mb=0.01, step_timeout_s=4.0),
+        train=dict(device="cuda", cuda_graph=False),
+    )
+    program = tmp_path / "program.py"
+    program.write_text(BY_COPIES + FAULTY + APART + START)
+    failed = run_train(config, COMMAND.format(program=str(program), fault="none"), timeout=120)
+    assert failed.returncode == 1
+    assert "the dog ate my gradients" in failed.stderr
+    assert not processes_of(str(tmp_path))
 
 
 @pytest.mark.parametrize("interrupted", [None, "SIGTERM"])

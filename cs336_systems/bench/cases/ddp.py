@@ -61,7 +61,7 @@ class DDPBench(StepBench):
     nccl_max_ctas: int | None = swept(None)
     """Thread blocks per GPU that NCCL may use for sending (default: NCCL's choice)."""
     copy_engines: bool = swept(True)
-    """Whether copy engines gather the weights of fsdp; false: NCCL does."""
+    """Whether copy engines send, where they can; false: NCCL does."""
     device: str = swept("auto", quick="cpu")
     """auto, cpu or cuda."""
     warmup: int = swept(5, quick=1)
