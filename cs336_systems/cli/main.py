@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
-from ..machine.console import Ended, by_command, launched_rank, start_console
+from ..machine.console import Ended, by_command, launched_rank, one_line, start_console
 from .arguments import wrong_choice
 
 # The function that runs each command, and its line in the help. Imported when needed, because most load PyTorch.
@@ -97,5 +97,5 @@ def _fail(error: BaseException, code: int) -> None:
 
         leave_failure(error)
         os._exit(code)  # a normal exit may wait forever for dead ranks
-    print(f"cs336: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"cs336: {one_line(error)}", file=sys.stderr)
     sys.exit(code)

@@ -139,7 +139,7 @@ def without_groups(renamed: Mapping[str, str] = MappingProxyType({})) -> Iterato
     except ValueError as error:
         message = str(error)
         for full_name, name in renamed.items():
-            message = message.replace(full_name, name)
+            message = re.sub(rf"(?<![\w.]){re.escape(full_name)}", name, message)  # not within a module's path
         raise ValueError(_GROUPS.sub("", message)) from error
 
 

@@ -9,7 +9,9 @@ import re
 import shlex
 import signal
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +20,8 @@ COMMAND = "CS336_COMMAND"
 _WHERE = ("--out", "--output-dir", "--output_dir", "--out_dir")
 """Options with a value that do not change a measurement. Rows leave them out of the command."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_PROJECT = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("cs336_basics", "cs336_systems"))
+_INSTALLED = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "purelib", "platlib", "scripts"))
 READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into SystemExit
 
 
@@ -53,6 +57,18 @@ def count_in_environment(name: str, default: int, below: str | None = None) -> i
         accepted = "a whole number from 0 on" + (f", below {below}, which is {most}" if below else "")
         raise ValueError(f"{name} is {value!r} in the environment: it must be {accepted}")
     return int(value)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message in one line; with its type and place if a user's own code raised it."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    user: list[traceback.FrameSummary] = []
+    for frame in traceback.extract_tb(error.__traceback__ if isinstance(error, Exception) else None):
+        if frame.filename.startswith(_PROJECT):
+            user.clear()  # what this project raises is told by its message
+        elif not frame.filename.startswith((*_INSTALLED, "<")):
+            user.append(frame)
+    return f"{message} ({type(error).__name__} at {user[-1].filename}:{user[-1].lineno})" if user else message
 
 
 @contextlib.contextmanager

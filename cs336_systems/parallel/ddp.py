@@ -69,15 +69,15 @@ def cut_into_buckets(parameters: list[nn.Parameter], max_bytes: float) -> list[l
 
 
 class DDP(Strategy):
-    """Sends each gradient as soon as the backward pass has computed it, while the backward pass goes on.
+    """The strategy `overlap`: sends each gradient as soon as it is computed, while the backward pass goes on.
 
     The order of transfers is fixed, because ranks may use different parameters: a gradient that is ready before its
     turn waits for the earlier ones, and parameters without a gradient send zeros at the end. In the first step the
     order is the reverse of registration; after that it is the order in which gradients became ready on rank 0.
 
     With bucket_size_mb (in 2^20 bytes), consecutive gradients of at most that size are one collective over many
-    tensors, each sent from where it is. Unfreeze parameters before wrapping. A backward pass whose gradients are
-    dropped must have reached the same parameters on all ranks.
+    tensors, each sent from where it is. Unfreeze parameters before wrapping. If you drop the
+    gradients of a backward pass, all ranks must have reached the same parameters in it.
 
     Raises ValueError if bucket_size_mb is not above 0 and finite.
     """

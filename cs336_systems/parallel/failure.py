@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..machine.console import launched_rank
+from ..machine.console import launched_rank, one_line
 from ..machine.files import write_whole
 from ..machine.hardware import use_device_in_thread
 from .rendezvous import agents_store
@@ -183,7 +183,7 @@ def leave_failure(error: BaseException) -> None:
     if error is _left:
         return
     _left = error
-    message = " ".join(str(error).split()) or type(error).__name__
+    message = one_line(error)
     if _step is not None and type(error).__name__ not in TELL_ALL:
         message = f"{place('training')} failed: {message}"
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -92,8 +92,8 @@ class FSDP(Strategy):
       must not be modified in place afterwards. Otherwise backward would reach weights that have not been gathered.
     - Gradients. Freeze or unfreeze parameters before wrapping. Gradients of gradients (create_graph) are not supported.
       Hooks on a sharded parameter are not called with its gradients.
-    - Writing. Between a pass and a change of weights comes `finish_gradient_synchronization`, or another meeting of all
-      ranks: until then other ranks may read this one's shards.
+    - Writing. Call `finish_gradient_synchronization`, or let all ranks meet, before you change weights. Until then
+      other ranks may read this one's shards.
 
     Raises ValueError if the ranks' modules differ, and for sparse gradients and max_norm of nn.Embedding.
     """
@@ -115,7 +115,7 @@ class FSDP(Strategy):
         self._group_and_param = {p.full: (group, p) for group in self._groups for p in group.trainable}
         self._trainable = self.trainable()
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
-        self._flags = UsedParameters(self._trainable)
+        self._used = UsedParameters(self._trainable)
         self._num_forwards = 0
         self._peers = next((group.peers for group in self._groups if group.peers is not None), None)
         # The order of registration, which the first forward pass with gradients replaces by the order of the calls.
@@ -174,15 +174,15 @@ class FSDP(Strategy):
         fsdp_module.install(UNSHARDED)
 
     def _meet(self) -> None:
-        """Let no rank read weights that another one still updates.
+        """Wait for all ranks, so that none reads weights that another one still updates.
 
-        Nor does one update weights that another still reads: the mean of the replicated gradients comes between.
+        No rank updates weights that another still reads, because all ranks average the replicated gradients before.
         """
         if self._peers is not None:
             self._peers.meet()
 
     def _uninstall(self, number: int, *_: Any) -> None:
-        """Take the whole weights out of a module, also if its call has failed, before or while they came."""
+        """Take the whole weights out of a module, also if its call has failed."""
         if not _in_backward():  # there their gradients come next
             is_recording = self._forward is not None and self._forward.records_order
             self._fsdp_modules[number].install(GUARDED if is_recording else SHARDED)
@@ -322,12 +322,12 @@ class FSDP(Strategy):
         self._used_is_marked = False
         if not self._trainable:
             return
-        flags = self._flags.fill_missing_gradients(
+        flags = self._used.fill_missing_gradients(
             lambda p: not self._params[p].used if p in self._params else p.grad is None
         )
         replicated = [p.grad for p in self._trainable if p not in self._params and p.grad is not None]
         comm.start_mean([*replicated, flags], "mean of the replicated gradients", self.grad_dtype).wait()
-        self._flags.drop_unused_gradients()
+        self._used.drop_unused_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget which weights were used and a backward pass that was aborted."""

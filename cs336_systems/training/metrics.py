@@ -169,7 +169,7 @@ class Progress:
         self._console = rich.get_console()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._start, self._last_plain = time.perf_counter(), -math.inf
-        self._valid = ""
+        self._line = self._valid = ""
 
     def __enter__(self) -> "Progress":
         if self._live:
@@ -185,26 +185,26 @@ class Progress:
         now = time.perf_counter()
         if "valid_loss" in row:
             self._valid = f"  valid {row['valid_loss']:.4f}"
-            if not self._live:
-                say(f"step {row['step']:,}/{self._max_steps:,} {self._valid.strip()}")
-            return
-        line = self.format(row, now)
+        else:
+            self._line = self.format(row, now)
         if self._live:
             with contextlib.suppress(*READER_GONE):
-                self._live.update(Text(line + self._valid), refresh=True)
+                self._live.update(Text(self._line + self._valid), refresh=True)
+        elif "valid_loss" in row:
+            say(f"step {row['step']:,}/{self._max_steps:,} {self._valid.strip()}")
         elif now - self._last_plain >= self.PLAIN_INTERVAL_S:
             self._last_plain = now
-            say(line)
+            say(self._line)
 
     def format(self, row: Row, now: float) -> str:
-        """The progress line for the row of a step. Only the live line mentions an unknown MFU.
+        """The progress line for the row of a step.
 
         It has no time left after the first step, which may have compiled the model.
         """
         steps_done = row["step"] - self._first_step
         seconds = int((now - self._start) / steps_done * (self._max_steps - row["step"]))
         left = f"  left {seconds // 60}:{seconds % 60:02d}" if steps_done > 1 else ""
-        mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else "  mfu n/a" if self._live else ""
+        mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else ""
         return (
             f"step {row['step']:,}/{self._max_steps:,}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
             f"{row['tokens_per_s']:,.0f} tok/s{mfu}  mem {row['memory_bytes'] / 2**30:.2f} GiB{left}"

@@ -305,7 +305,7 @@ def test_help_does_not_list_other_solutions_names(cs336: Run) -> None:
         (Ended(signal.SIGTERM), 143, "ended by SIGTERM"),
         (Ended(signal.SIGHUP), 129, "ended by SIGHUP"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (RuntimeError("a fault"), 1, "a fault"),
+        (RuntimeError("a fault"), 1, "a fault (RuntimeError at "),
     ],
     ids=repr,
 )
@@ -316,7 +316,9 @@ def test_a_signal_sets_the_exit_code(
         raise raised
 
     monkeypatch.setattr("cs336_systems.training.pipeline.train", ended)
-    assert the_line(cs336("train", *TINY, *SHORT), code) == line
+    said = the_line(cs336("train", *TINY, *SHORT), code)
+    assert said.startswith(line)
+    assert (__file__ in said) == isinstance(raised, RuntimeError)
 
 
 @pytest.mark.parametrize(

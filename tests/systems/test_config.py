@@ -424,6 +424,7 @@ def test_a_committed_configuration_can_use_data_elsewhere() -> None:
     [
         ("train.precision is 'x': 'fp16' with train.compile", "precision is 'x': 'fp16' with compile"),
         ("model.attention is 'train.flash': no such", "kernel is 'train.flash': no such"),
+        ("model.attention is 'x': see a.model.attention", "kernel is 'x': see a.model.attention"),
         ("path is 'a/data.npy'", "path is 'a/data.npy'"),
         ("path is 'data.npy'", "path is 'data.npy'"),
     ],

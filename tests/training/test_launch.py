@@ -275,7 +275,7 @@ MISTAKES = {  # mistakes that torchrun's ranks find -> the message of one of the
     "all mistype": r"unknown field train.max_stepz: did you mean train.max_steps\?",
     "one mistypes": r"unknown field train.max_stepz: did you mean train.max_steps\?",
     "all find no checkpoint": r".*nowhere/step_00000001.*",
-    "raises": r"training at step 7 failed: the dog ate my gradients",
+    "raises": r"training at step 7 failed: the dog ate my gradients \(RuntimeError at \S+/run\.config\.py:6\)",
 }
 
 
