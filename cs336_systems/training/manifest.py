@@ -17,7 +17,8 @@ from cs336_basics.shape import ModelShape
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
+"""Since 2, a bfloat16 weight may be the upper half of its master (`optimizer.halves`)."""
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -49,8 +50,8 @@ class Manifest:
         raw = json.loads(text)
         if not isinstance(raw, dict):
             raise ValueError("it does not hold a JSON object")
-        if raw.get("format") != _FORMAT:
-            raise ValueError(f"format {raw.get('format')!r}, this version reads format {_FORMAT}")
+        if raw.get("format") not in range(1, _FORMAT + 1):
+            raise ValueError(f"format {raw.get('format')!r}, this version reads formats up to {_FORMAT}")
         if raw.pop("checksum", None) != _checksum(raw):
             raise ValueError("its checksum is wrong")
         return cls(**raw)

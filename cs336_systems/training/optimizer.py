@@ -32,7 +32,7 @@ def halves(weights: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
     """The upper halves of float32 weights, rounded to bfloat16, and the lower halves, int16.
 
     A lower half is what rounding took away, in units of float32's last bit: -2^15 to 2^15. A tie that is rounded down
-    leaves 2^15, which is no int16 and becomes 2^15 - 1. So about one weight in 131,072 loses one unit.
+    leaves 2^15, which is no int16 and becomes 2^15 - 1. So one weight of random bits in 131,072 loses one unit.
     """
     upper = weights.to(torch.bfloat16)
     lower = weights.view(torch.int32) - (upper.view(torch.int16).to(torch.int32) << 16)

@@ -210,7 +210,7 @@ MANIFEST_DAMAGE: dict[str, Callable[[Path], Any]] = {
     "half a manifest": lambda c: _truncate(c / MANIFEST, (c / MANIFEST).stat().st_size // 2),
     "manifest is not UTF-8": lambda c: (c / MANIFEST).write_bytes(b"\xff" + (c / MANIFEST).read_bytes()[1:]),
     "manifest is a list": lambda c: (c / MANIFEST).write_text("[1]"),
-    "manifest of another format": lambda c: change_manifest(c, lambda m: m.update(format=2)),
+    "manifest of another format": lambda c: change_manifest(c, lambda m: m.update(format=3)),
     "manifest without a field": lambda c: change_manifest(c, lambda m: m.pop("sequences")),
     "manifest with an unknown field": lambda c: change_manifest(c, lambda m: m.update(sequence=1)),
     "manifest whose files have no size": lambda c: change_manifest(

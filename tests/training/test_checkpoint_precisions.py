@@ -152,6 +152,7 @@ def test_a_checkpoint_from_before_there_were_masters_goes_on(tmp_path: Path) -> 
     train(old)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, enabled=True).state_dict()
     path = checkpoint_path(old, 3)
+    forge_manifest(path, lambda manifest: manifest.update(format=1))
     forge_manifest(path, lambda manifest: manifest["trainer"].update(scaler=scaler))
     forge_manifest(path, lambda manifest: manifest["config"]["train"].update(precision="fp16"))
     new = make_config(tmp_path, train=dict(max_steps=4, precision="fp16"), optimizer=dict(cosine_steps=6))
