@@ -297,6 +297,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The message with which a rank would have ended its process."""
     messages: list[str] = []
     monkeypatch.setattr(heartbeat, "fail", messages.append)
+    monkeypatch.setattr(failure, "_step", None)  # another test may have trained in this process
     return messages
 
 
