@@ -7,7 +7,6 @@ gradients (Li et al. 2020, "PyTorch Distributed", section 3).
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,8 +75,8 @@ class DDP(Strategy):
     order is the reverse of registration; after that it is the order in which gradients became ready on rank 0.
 
     With bucket_size_mb (in 2^20 bytes), consecutive gradients of at most that size are one collective over many
-    tensors, each sent from where it is. Unfreeze parameters before wrapping. If you drop the
-    gradients of a backward pass, all ranks must have reached the same parameters in it.
+    tensors, each sent from where it is. Unfreeze parameters before wrapping. If you drop the gradients of a backward
+    pass, all ranks must have reached the same parameters in it.
 
     Raises ValueError if bucket_size_mb is not above 0 and finite.
     """
@@ -94,12 +93,12 @@ class DDP(Strategy):
         self._used = UsedParameters(self.trainable())
         self._order = self.trainable()[::-1]
         self._order_known = False
-        self._by_copies = self._all_reduce_by_copies()
+        self._all_reduce = self._all_reduce_by_copies()
         self._build_buckets()
         for p in self._order:
             p.register_post_accumulate_grad_hook(weak_hook(self._post_accumulate_grad))
 
-    def _all_reduce_by_copies(self) -> Callable[[list[Tensor], str], tuple[list[Any], list[Tensor]]] | None:
+    def _all_reduce_by_copies(self) -> peer_memory.AllReduce | None:
         """What averages the large tensors of a bucket if GPUs reach each other's memory."""
         if not self._order or not peer_memory.can_reach_peers(self._order[0].device):
             return None
@@ -108,7 +107,7 @@ class DDP(Strategy):
         sizes = [p.numel() * dtype.itemsize for p, dtype in zip(self._order, sent, strict=True)]
         widened = max(dtype.itemsize / before.itemsize for dtype, before in zip(sent, own, strict=True))
         largest = min(max(self._max_bytes * widened, *sizes), sum(sizes))
-        return peer_memory.AllReduce(math.ceil(largest), len(sizes), self._order[0].device).start
+        return peer_memory.AllReduce(math.ceil(largest), len(sizes), self._order[0].device)
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -150,8 +149,8 @@ class DDP(Strategy):
         bucket = self._buckets[len(self._transfers)]
         more = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
         name = f"all-reduce of the gradient of {self._names[bucket[0]]}{more}"
-        tensors = self._tensors_to_send(bucket)
-        self._transfers.append(comm.start_mean(tensors, name, self.grad_dtype, self._by_copies))
+        by_copies = None if self._all_reduce is None else self._all_reduce.start
+        self._transfers.append(comm.start_mean(self._tensors_to_send(bucket), name, self.grad_dtype, by_copies))
 
     def _tensors_to_send(self, bucket: list[nn.Parameter]) -> list[Tensor]:
         """The tensors to send for a bucket whose gradients are all ready."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .accounting import NUMBER_BYTES, bytes_of_kinds, num_parameters, sizes_of, widths
+from .accounting import NUMBER_BYTES, block_matrices, bytes_of_kinds, num_parameters, sizes_of, tensors, widths
 from .cards import Card
 from .job import Job
 from .working import MIB, Section, Term, as_factor
@@ -98,6 +98,20 @@ def num_calls(job: Job) -> int:
         is_new = so_far is None or so_far + size > most
         calls, filled[types[kind]] = calls + is_new, size + (0 if is_new or so_far is None else so_far)
     return calls
+
+
+def inbox_term(job: Job) -> Term:
+    """Where other ranks write gradients: FSDP's largest unit without this rank's part, or the largest bucket."""
+    s, w, sent = job.shape, job.world_size, sizes_of(job.sent_dtypes)
+    if job.is_sharded:
+        head = s.vocab_size * s.d_model if job.weight_dtypes["head"] == job.computing else 0  # else NCCL sends it
+        b, most = job.number_bytes * job.weight_passes[1], max(block_matrices(s), head)
+        return Term("incoming gradients", f"{b:g} x {most:,} x {w - 1} / {w}", b * most * (w - 1) / w)
+    sizes = [(count, sent[kind] * rows * columns) for kind, count, rows, columns in tensors(s)]
+    widened = max(sent[kind] / size for kind, size in sizes_of(job.gradient_dtypes).items())
+    bucket = max((job.bucket_size_mb or 0) * MIB * widened, *(nbytes for _, nbytes in sizes))
+    value = min(bucket, sum(count * nbytes for count, nbytes in sizes))
+    return Term("incoming gradients", "the largest bucket or gradient", value)
 
 
 def added_seconds(nbytes: float, bandwidth: float, overhead_s: float, num_buckets: float) -> float:

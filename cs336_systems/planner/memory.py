@@ -26,6 +26,7 @@ from .accounting import (
     weight_copy_bytes,
 )
 from .activations import block_parts, kept_blocks, kept_bytes, offloaded_bytes, saved_bytes
+from .communication import inbox_term
 from .job import IN_BUCKETS, Job
 from .working import GIB, MIB, Section, Term, as_factor, show, total
 
@@ -112,20 +113,6 @@ def constant_terms(job: Job) -> list[Term]:
     working = f"4 N_ctx d_head + 16 T = 4 x {length} x {size} + 16 x {job.tokens:,}"
     terms.append(Term("rotary tables, tokens", working, 4 * length * size + 16 * job.tokens))
     return [*terms, Term("workspace", "of cuBLAS, 32 MiB for each of two threads", 2 * WORKSPACE)]
-
-
-def inbox_term(job: Job) -> Term:
-    """Where other ranks write gradients: FSDP's largest unit without this rank's part, or the largest bucket."""
-    s, w, sent = job.shape, job.world_size, sizes_of(job.sent_dtypes)
-    if job.is_sharded:
-        head = s.vocab_size * s.d_model if job.weight_dtypes["head"] == job.computing else 0  # else NCCL sends it
-        b, most = job.number_bytes * job.weight_passes[1], max(block_matrices(s), head)
-        return Term("incoming gradients", f"{b:g} x {most:,} x {w - 1} / {w}", b * most * (w - 1) / w)
-    sizes = [(count, sent[kind] * rows * columns) for kind, count, rows, columns in tensors(s)]
-    widened = max(sent[kind] / size for kind, size in sizes_of(job.gradient_dtypes).items())
-    bucket = max((job.bucket_size_mb or 0) * MIB * widened, *(nbytes for _, nbytes in sizes))
-    value = min(bucket, sum(count * nbytes for count, nbytes in sizes))
-    return Term("incoming gradients", "the largest bucket or gradient", value)
 
 
 def over(parts: int) -> str:
