@@ -65,7 +65,9 @@ def load_weights(at_weight, at_master, inside, WEIGHT: tl.constexpr):
     """Float32 weights, from both halves if the model has their upper halves."""
     if tl.bfloat16 == WEIGHT:
         upper = tl.load(at_weight, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        weights = (upper + tl.load(at_master, mask=inside, other=0)).to(tl.float32, bitcast=True)
+        lower = tl.load(at_master, mask=inside, other=0)
+        lower = tl.where((upper << 1) == 0, tl.maximum(lower, 0), lower)  # as in `joined`
+        weights = (upper + lower).to(tl.float32, bitcast=True)
     else:
         weights = tl.load(at_master, mask=inside, other=0.0)
     return weights

@@ -43,7 +43,9 @@ def joined(weight: Tensor, rest: Tensor) -> Float[Tensor, "..."]:
     """The float32 weights of a parameter. rest: the lower halves, or the float32 weights themselves."""
     if rest.dtype != torch.int16:
         return rest
-    return ((weight.view(torch.int16).to(torch.int32) << 16) + rest).view(torch.float32)
+    upper = weight.view(torch.int16).to(torch.int32) << 16
+    # If something else has set a weight to zero, an old lower half below zero would make it NaN.
+    return (upper + torch.where(weight == 0, rest.clamp(min=0), rest)).view(torch.float32)
 
 
 def assign(weights: Float[Tensor, "..."], weight: Tensor, rest: Tensor) -> None:

@@ -134,6 +134,18 @@ def test_weights_of_odd_bits_are_halved_as_in_the_plain_form(device: str) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_weights_that_are_set_to_zero_stay_numbers(zero: float, device: str) -> None:
+    for step in (lambda *given, **more: adamw(*given, Tables(), **more), adamw_torch):
+        upper, lower = (half.to(device) for half in halves(torch.linspace(-1, 1, 3000)))
+        upper[::2] = zero
+        state = [scalar(1, device), lower, *torch.zeros(2, 3000, device=device), upper]
+        how = dict(factor=scalar(1, device), lr=scalar(0, device, torch.float64))
+        step([torch.zeros_like(upper)], [state], **how, **HYPER)
+        assert joined(upper, lower)[::2].abs().max() < 2.0**-130
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_factor_of_nothing_changes_nothing(device: str) -> None:
     for skipped in (0.0, math.nan):
         tables = Tables()
