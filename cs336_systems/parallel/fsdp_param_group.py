@@ -130,8 +130,8 @@ class ParamGroup:
         self.peers: peer_memory.PeerBuffer | None = None  # with the shards, if copy engines send
         if peer_memory.can_reach_peers(device) and in_place:
             self.peers = peer_memory.PeerBuffer(peer_memory.bytes_of(shapes, dtype), device)
-            self._parts = self.peers.tensors(shapes, dtype)  # of all ranks
-            places = [of_ranks[comm.rank()] for of_ranks in self._parts]
+            self._parts = [self.peers.tensors(r, shapes, dtype) for r in range(comm.world_size())]
+            places = self._parts[comm.rank()]
         else:
             places = ResizableBuffer(shapes, own_dtype, device).tensors
         for shard, place in zip(self._shards, places, strict=True):

@@ -45,21 +45,22 @@ class PeerBuffer:
         self._own = symmetric._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         with named("sharing of memory"):
             self._memory = symmetric.rendezvous(self._own, c10d._get_default_group())
-        self._known: dict[tuple[torch.dtype, *tuple[torch.Size, ...]], list[list[Tensor]]] = {}
+        self._known: dict[tuple[int, torch.dtype, *tuple[torch.Size, ...]], list[Tensor]] = {}
         PeerBuffer.held_bytes += nbytes
         weakref.finalize(self, _count_free, nbytes)
 
-    def tensors(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[list[Tensor]]:
-        """Tensors of these shapes, one behind the other from the buffer's start: of each shape one for every rank."""
-        if (dtype, *shapes) in self._known:
-            return self._known[dtype, *shapes]
+    def tensors(self, owner: int, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
+        """Tensors of these shapes in the memory of a rank, one behind the other from its start."""
+        if (owner, dtype, *shapes) in self._known:
+            return self._known[owner, dtype, *shapes]
         found, start = [], 0
         for shape in shapes:
-            own = self._own[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            theirs = [self._memory.get_buffer(r, shape, dtype, start // dtype.itemsize) for r in range(world_size())]
-            found.append([*theirs[: rank()], own, *theirs[rank() + 1 :]])
+            if owner == rank():
+                found.append(self._own[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape))
+            else:
+                found.append(self._memory.get_buffer(owner, shape, dtype, start // dtype.itemsize))
             start += bytes_of([shape], dtype)
-        self._known[dtype, *shapes] = found
+        self._known[owner, dtype, *shapes] = found
         return found
 
     def meet(self) -> None:
@@ -136,36 +137,46 @@ def start(kind: str, work: Callable[[], None], device: torch.device, name: str) 
     return _Copies(stream, work)
 
 
-def start_all_gather(outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], name: str) -> comm.Transfer:
+PiecesOfRanks = Sequence[Sequence[Tensor]]
+"""For each rank, the pieces of tensors that belong to it."""
+
+
+def start_all_gather(outputs: Sequence[Tensor], parts: PiecesOfRanks, name: str) -> comm.Transfer:
     """`comm.start_all_gather` by copies: fill each output (world_size * rows, ...) with the parts of all ranks."""
-    pieces = [output.chunk(world_size()) for output in outputs]
+    pieces = _rows_of_ranks(outputs)
     return comm.Transfer(name, [start("gather", lambda: _read(pieces, parts), outputs[0].device, name)])
 
 
-def _read(pieces: Sequence[Sequence[Tensor]], parts: Sequence[Sequence[Tensor]]) -> None:
-    """Fill the pieces of each tensor from the parts of the ranks, beginning with the next rank's."""
+def _rows_of_ranks(tensors: Sequence[Tensor]) -> PiecesOfRanks:
+    return list(zip(*(t.chunk(world_size()) for t in tensors), strict=True))
+
+
+def _read(pieces: PiecesOfRanks, parts: PiecesOfRanks) -> None:
+    """Fill the pieces from the parts of the ranks, beginning with the next rank's."""
     for distance in range(1, world_size() + 1):
         r = (rank() + distance) % world_size()  # no two ranks read the same one at once
-        for of_tensor, of_ranks in zip(pieces, parts, strict=True):
-            of_tensor[r].copy_(of_ranks[r][: len(of_tensor[r])])
+        for piece, part in zip(pieces[r], parts[r], strict=True):
+            piece.copy_(part)
 
 
-def _mean_of_parts(inbox: PeerBuffer, pieces: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
+def _mean_of_parts(inbox: PeerBuffer, pieces: PiecesOfRanks, outputs: Sequence[Tensor]) -> None:
     """Write each piece to the rank that it belongs to, which leaves the mean of what it got in its output.
 
     At the end all ranks have their means.
     """
-    shapes = [torch.Size((world_size() - 1, *of_tensor[0].shape)) for of_tensor in pieces]
-    inboxes = inbox.tensors(shapes, outputs[0].dtype)
-    for number in range(world_size() - 1):
+    others = world_size() - 1
+    inboxes = [
+        inbox.tensors(r, [torch.Size((others, *piece.shape)) for piece in pieces[r]], pieces[0][0].dtype)
+        for r in range(world_size())
+    ]
+    for number in range(others):
         owner = (rank() + 1 + number) % world_size()
-        for of_tensor, of_ranks in zip(pieces, inboxes, strict=True):
-            of_ranks[owner][number, : len(of_tensor[owner])].copy_(of_tensor[owner])
+        for piece, incoming in zip(pieces[owner], inboxes[owner], strict=True):
+            incoming[number].copy_(piece)
     inbox.meet()
-    for of_tensor, of_ranks, output in zip(pieces, inboxes, outputs, strict=True):
-        mean = of_tensor[rank()]
-        for count, other in enumerate(of_ranks[rank()], start=2):
-            mean = torch.lerp(mean, other[: len(mean)], 1 / count, out=output)
+    for mean, incoming, output in zip(pieces[rank()], inboxes[rank()], outputs, strict=True):
+        for count, other in enumerate(incoming, start=2):
+            mean = torch.lerp(mean, other, 1 / count, out=output)
     inbox.meet()
 
 
@@ -179,7 +190,7 @@ class ReduceScatter:
         self._inbox = PeerBuffer(nbytes * (world_size() - 1), device)
 
     def start(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: str) -> comm.Transfer:
-        pieces = [x.chunk(world_size()) for x in inputs]
+        pieces = _rows_of_ranks(inputs)
         work = start("reduce", lambda: _mean_of_parts(self._inbox, pieces, outputs), outputs[0].device, name)
         return comm.Transfer(name, [work])
 
@@ -187,7 +198,8 @@ class ReduceScatter:
 class AllReduce:
     """Averages large tensors of one dtype in place, by copies: a reduce-scatter, and a gather of its means.
 
-    nbytes, tensors: the most in a call.
+    Each rank takes the means of an equal part of all elements, of as few tensors as that allows, because every copy
+    takes some time besides its bytes. nbytes, tensors: the most in a call.
     """
 
     def __init__(self, nbytes: int, tensors: int, device: torch.device) -> None:
@@ -201,12 +213,12 @@ class AllReduce:
         return works, [t for t in tensors if t.nbytes < LEAST_BYTES]
 
     def _all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        sizes = [-(-t.numel() // world_size()) for t in tensors]  # the last pieces may be smaller
-        pieces = [
-            [t.view(-1)[r * size : (r + 1) * size] for r in range(world_size())]
-            for t, size in zip(tensors, sizes, strict=True)
-        ]
-        means = self._outbox.tensors([torch.Size([size]) for size in sizes], tensors[0].dtype)
-        own = [m[rank()][: len(p[rank()])] for m, p in zip(means, pieces, strict=True)]
-        _mean_of_parts(self._inbox, pieces, own)
+        size, start = -(-sum(t.numel() for t in tensors) // world_size()), 0
+        pieces: list[list[Tensor]] = [[] for _ in range(world_size())]
+        for t in tensors:
+            for r in range(start // size, -(-(start + t.numel()) // size)):
+                pieces[r].append(t.view(-1)[max(0, r * size - start) : (r + 1) * size - start])
+            start += t.numel()
+        means = [self._outbox.tensors(r, [p.shape for p in pieces[r]], tensors[0].dtype) for r in range(world_size())]
+        _mean_of_parts(self._inbox, pieces, means[rank()])
         _read(pieces, means)  # before the next call's first meeting, so before its means
