@@ -27,7 +27,7 @@ from ..planner.forward_memory import forward_peak_bytes
 from ..planner.job import Job, check_kept_attention
 from ..planner.memory import peak_bytes
 from ..planner.rows import workload_job
-from ..training.build import build_optimizer, compiled, pack_matrices, prepare_blocks
+from ..training.build import Compiled, build_optimizer, pack_matrices, prepare_blocks
 from .instruments.timing import Stopwatch
 from .instruments.trace import named_range
 
@@ -159,7 +159,7 @@ class Workbench:
         prepare_blocks(self.model, config.train_config)
         if config.train_config.packs:
             pack_matrices(self.model)
-        self._loss = compiled(cross_entropy) if config.compile else cross_entropy
+        self._loss = Compiled(cross_entropy) if config.compile else cross_entropy
         self._logits_dtype: torch.dtype | None = None
 
     @property
@@ -231,12 +231,14 @@ def numerics(config: Any) -> str:
 
 def is_compiled(block: Any) -> bool:
     """Whether a block's forward is compiled, even if it is also checkpointed."""
-    return any(hasattr(function, "_torchdynamo_orig_callable") for function in wrapped(block.forward))
+    return any(isinstance(function, Compiled) for function in wrapped(block.forward))
 
 
 def wrapped(function: Any) -> Iterator[Any]:
     """A function and the functions inside it: of a partial its function and first argument, and what is compiled."""
     yield function
     if isinstance(function, functools.partial):
-        for inner in (function.func, *function.args[:1], getattr(function, "__wrapped__", None)):
+        for inner in (function.func, *function.args[:1]):
             yield from wrapped(inner)
+    elif isinstance(function, Compiled):
+        yield from wrapped(function.function)

@@ -52,17 +52,17 @@ def _register_lowering() -> None:
 class PackedLinear:
     """The outputs of layers with one input, in place of `separately`: of one product if `find_weight` found its weight.
 
-    layers: returns the layers that the block has now. copies_last: the last output, v, gets memory of its own.
+    names: of the layers in `module`. copies_last: the last output, v, gets memory of its own.
     Attention keeps it for the backward pass, and as a view it would keep the whole product, q and k too.
     """
 
-    def __init__(self, layers: Callable[[], Sequence[Any]], copies_last: bool = False) -> None:
-        self.layers, self.copies_last = layers, copies_last
+    def __init__(self, module: nn.Module, names: Sequence[str], copies_last: bool = False) -> None:
+        self.module, self.names, self.copies_last = module, names, copies_last
         self.packed: Tensor | None = None
 
     def find_weight(self) -> None:
         """Set `packed`, if the layers do nothing but their products, and their weights lie side by side."""
-        layers = self.layers()
+        layers = [getattr(self.module, name) for name in self.names]  # one may have been replaced
         self.packed = packed_view([layer.weight for layer in layers]) if all(map(_is_plain, layers)) else None
 
     def __call__(self, x: Float[Tensor, "... d_in"], layers: Sequence[Linear]) -> Iterator[Tensor]:
@@ -82,8 +82,8 @@ def use_packed(block: Any, forward: Callable[..., T]) -> Callable[..., T]:
     _register_lowering()
     attn, ffn = block.attn, block.ffn
     has_norms = not isinstance(attn.q_norm, nn.Identity)
-    attn.project = PackedLinear(lambda: (attn.q_proj, attn.k_proj, attn.v_proj), copies_last=not has_norms)
-    ffn.project = PackedLinear(lambda: (ffn.w1, ffn.w3))
+    attn.project = PackedLinear(attn, ("q_proj", "k_proj", "v_proj"), copies_last=not has_norms)
+    ffn.project = PackedLinear(ffn, ("w1", "w3"))
     return functools.partial(_call_packed, forward, (attn.project, ffn.project))
 
 

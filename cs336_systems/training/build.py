@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.config
@@ -50,7 +50,7 @@ def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
         use_fp8(model.layers)
     prepare_blocks(model, config)
     if config.loss_chunk_tokens is not None:
-        rows_loss = compiled(loss_and_gradient) if config.compile else loss_and_gradient
+        rows_loss = Compiled(loss_and_gradient) if config.compile else loss_and_gradient
         settings: dict[str, Any] = dict(chunk_tokens=config.loss_chunk_tokens, rows_loss=rows_loss)
         model.lm_head.loss = functools.partial(chunked_linear_cross_entropy, **settings)
 
@@ -159,22 +159,26 @@ def build_optimizer(
     return cls(groups, **common)
 
 
-def compiled(function: Callable[P, T]) -> Callable[P, T]:
+class Compiled(Generic[P, T]):
     """torch.compile, with a backward pass that computes in the dtypes of its tensors, as in eager mode.
 
     By default PyTorch traces the backward pass under the autocast around the forward pass, even for code that had
     switched autocast off: `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804). The
     setting belongs to a thread (in older versions, to the process), so it is made in the thread that calls.
+
+    A copy has a copy of the function: the compiled blocks of a copied model compute with its own weights.
     """
-    # A partial that knows the function, so that benchmarks can look inside.
-    call = functools.partial(_call_without_backward_autocast, torch.compile(function))
-    return functools.update_wrapper(call, function)
 
+    def __init__(self, function: Callable[P, T]) -> None:
+        self.function, self._call = function, torch.compile(function)
 
-def _call_without_backward_autocast(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    if torch._functorch.config.backward_pass_autocast != "off":
-        torch._functorch.config.backward_pass_autocast = "off"
-    return function(*args, **kwargs)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        if torch._functorch.config.backward_pass_autocast != "off":
+            torch._functorch.config.backward_pass_autocast = "off"
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compiled, (self.function,)
 
 
 def _within_budget(function: Callable[..., T], memory_budget: float, *inputs: Any) -> T:
@@ -216,7 +220,7 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
             layer.forward = functools.partial(_checkpointed, layer.forward, context_fn=keep)
             budget = 1.0  # the rule alone says what is kept: PyTorch fails to compile it under a budget
         if config.compile:
-            layer.forward = compiled(layer.forward)
+            layer.forward = Compiled(layer.forward)
             if budget < 1:
                 layer.forward = functools.partial(_within_budget, layer.forward, budget)
             if config.packs:
@@ -230,13 +234,17 @@ def prepare_blocks(model: TransformerLM, config: TrainConfig) -> None:
     if policy != "groups":
         return
     group = functools.partial(_checkpointed, model.through_blocks)
+    firsts = range(0, len(model.layers), number)
+    model.through_blocks = functools.partial(_in_groups, group, firsts, offload)  # type: ignore[method-assign]
 
-    def in_groups(x: Tensor, cache: list[LayerCache] | None = None, documents: Documents | None = None) -> Tensor:
-        for first in range(0, len(model.layers), number):
-            x = offload.run(group, first, None, x, cache, first, first + number, documents)
-        return x
 
-    model.through_blocks = in_groups  # type: ignore[method-assign, assignment]
+def _in_groups(
+    group: Callable[..., Tensor], firsts: range, offload: Offload, x: Tensor,
+    cache: list[LayerCache] | None = None, documents: Documents | None = None,
+) -> Tensor:  # fmt: skip
+    for first in firsts:
+        x = offload.run(group, first, None, x, cache, first, first + firsts.step, documents)
+    return x
 
 
 def strategy_of(config: RunConfig) -> StrategyFactory:

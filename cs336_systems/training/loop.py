@@ -33,8 +33,8 @@ from ..planner.accounting import training_flops
 from .auto import resolve
 from .batches import BatchLoader, Tokens, micro_batch_size
 from .build import (
+    Compiled,
     build_optimizer,
-    compiled,
     masters_of,
     narrow_matrices,
     pack_matrices,
@@ -119,7 +119,7 @@ class Trainer:
             )
         self.position = Position()
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
-        self._loss = compiled(cross_entropy) if config.train.compile else cross_entropy
+        self._loss = Compiled(cross_entropy) if config.train.compile else cross_entropy
         # Sharded weights are whole only in their block, and torch_ddp broadcasts all buffers.
         strategy = config.parallel.strategy
         each_time = strategy in (*SHARDED, "torch_ddp") or is_import_path(strategy)

@@ -43,6 +43,9 @@ class Copier:
         self.device, self._is_gpu = device, device.type == "cuda"
         self._free: dict[int, list[Tensor]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copier_of, (self.device,)  # of a copied model too
+
     @functools.cached_property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)

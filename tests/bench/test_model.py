@@ -19,6 +19,7 @@ from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli import profile as profile_command
 from cs336_systems.planner.accounting import forward_flops, num_parameters, training_flops
 from cs336_systems.report.views import rows_table
+from cs336_systems.training.build import Compiled
 from tests.bench.conftest import Bench
 from tests.systems.command import Run, the_line
 
@@ -55,7 +56,7 @@ def test_the_configuration_is_read_back_from_the_model() -> None:
     bench.step()
     facts = bench.read_back()
     assert (facts["d_model"], facts["num_layers"], facts["precision"], facts["compile"]) == (32, 2, "bf16", False)
-    bench.model.layers[0].forward = torch.compile(bench.model.layers[0].forward)
+    bench.model.layers[0].forward = Compiled(bench.model.layers[0].forward)
     assert bench.read_back()["compile"]
     compiled = Workbench(Workload(compile=True, activation_checkpointing="block", **QUICK))
     assert compiled.read_back()["compile"]  # also inside checkpointing

@@ -41,7 +41,7 @@ def layers_of(dtype: torch.dtype, is_packed: bool, device: str = "cpu") -> list[
 
 def packed_outputs(layers: list[Linear], x: Tensor, copies_last: bool = False) -> Any:
     """The outputs, and whether they come from one product."""
-    project = PackedLinear(lambda: layers, copies_last)
+    project = PackedLinear(nn.ModuleList(layers), "012", copies_last)
     project.find_weight()
     return list(project(x, layers)), project.packed is not None
 

@@ -1,5 +1,6 @@
 """Blocks that are compiled and checkpointed: what they keep, what they compute again, and that nothing else changes."""
 
+import copy
 import dataclasses
 import functools
 from pathlib import Path
@@ -220,6 +221,31 @@ def step_of(
         loss = model(tokens[:, :-1], targets=tokens[:, 1:], documents=documents)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [dict(compile=True), dict(compile=True, activation_checkpointing="block"),
+     dict(compile=True, activation_checkpointing="block_but_attention"), dict(compile=True, compile_memory_budget=0.5),
+     dict(compile=True, activation_checkpointing="groups_2"), dict(activation_offload="first_1")],
+    ids=str,
+)  # fmt: skip
+def test_a_copy_of_a_model_computes_with_its_own_weights(how: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    plain, model = (TransformerLM(32, 16, 32, LAYERS, 4, 64, attention=get_attention("sdpa")) for _ in range(2))
+    prepare_blocks(model, TrainConfig(**how))
+    tokens = torch.randint(32, (2, 17))
+    model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+    model.zero_grad()
+
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(plain.state_dict())
+    losses = [each(tokens[:, :-1], targets=tokens[:, 1:]) for each in (copied, plain)]
+    torch.testing.assert_close(*losses)
+    sum(losses).backward()
+    for actual, expected in zip(copied.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize(

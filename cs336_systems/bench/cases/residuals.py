@@ -17,7 +17,7 @@ from cs336_basics.model import RotaryEmbedding, TransformerBlock
 from ...kernels.attention import get_attention
 from ...machine.hardware import autocast, check_precision, requested_gpu_bytes, use_device
 from ...planner.accounting import activation_bytes, weight_copy_bytes
-from ...training.build import compiled
+from ...training.build import Compiled
 from ..case import Case, swept
 from ..instruments.saved_tensors import SavedTensors
 from ..outcome import each
@@ -69,7 +69,7 @@ class BlockBench:
             self.block = TransformerBlock(shape.d_model, shape.num_heads, shape.d_ff, rope, attention)
             self.x = torch.randn(config.batch_size, config.context_length, shape.d_model, requires_grad=True)
         if config.compile:
-            self.block.forward = compiled(self.block.forward)  # type: ignore[method-assign]
+            self.block.forward = Compiled(self.block.forward)  # type: ignore[method-assign]
         self.forward().sum().backward()  # compiles, tunes, and allocates the libraries' workspaces
 
     def forward(self) -> Tensor:
