@@ -28,7 +28,7 @@ timeout_s = 600.0
 _watchdog: Watchdog | None = None
 _heartbeats: Heartbeats | None = None
 _spare_events: list[torch.cuda.Event] = []
-"""Events to record again. The watchdog frees none, because that would wait for CUDA's lock."""
+"""Events to record again. The watchdog frees none of them, because that would wait for CUDA's lock."""
 
 
 @contextlib.contextmanager

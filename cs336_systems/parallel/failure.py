@@ -105,7 +105,7 @@ class Watchdog:
 
     A thread that asks whether transfers are done may hang in the driver as the main thread does, so another one looks
     at the clock. If a hanging call keeps all of Python from running, a timer that needs no Python ends the process and
-    prints each thread's stack. Neither thread frees an event, because the main thread may hold CUDA's lock.
+    prints each thread's stack. The thread at the clock frees no event, because the main thread may hold CUDA's lock.
     """
 
     STUCK_S = 600.0

@@ -92,7 +92,7 @@ class FSDP(Strategy):
       must not be modified in place afterwards. Otherwise backward would reach weights that have not been gathered.
     - Gradients. Freeze or unfreeze parameters before wrapping. Gradients of gradients (create_graph) are not supported.
       Hooks on a sharded parameter are not called with its gradients.
-    - Writing. Call `finish_gradient_synchronization`, or let all ranks meet, before you change weights. Until then
+    - Writing. Call `finish_gradient_synchronization`, or a barrier of all ranks, before you change weights. Until then
       other ranks may read this one's shards.
 
     Raises ValueError if the ranks' modules differ, and for sparse gradients and max_norm of nn.Embedding.
@@ -152,7 +152,7 @@ class FSDP(Strategy):
                 for group in step.needed:
                     group.kept = True
         self._num_forwards += 1
-        self._meet()
+        self._barrier()
         schedule = PrefetchSchedule(self._forward_steps)
         self._forward = ForwardPass(schedule, self._num_forwards, records_order=not self._order_known)
         if self._forward.records_order:
@@ -169,17 +169,17 @@ class FSDP(Strategy):
             self._backward.recomputes = self._backward.graph_task_id == torch._C._current_graph_task_id()
         if not in_turn:
             if self._forward is None and not _in_backward():
-                self._meet()
+                self._barrier()
             fsdp_module.unshard()  # not scheduled: all ranks must call it alike
         fsdp_module.install(UNSHARDED)
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Wait for all ranks, so that none reads weights that another one still updates.
 
         No rank updates weights that another still reads, because all ranks average the replicated gradients before.
         """
         if self._peers is not None:
-            self._peers.meet()
+            self._peers.barrier()
 
     def _uninstall(self, number: int, *_: Any) -> None:
         """Take the whole weights out of a module, also if its call has failed."""

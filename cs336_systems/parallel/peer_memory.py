@@ -2,7 +2,7 @@
 
 NCCL's kernels take multiprocessors and slow the products beside them; copy engines do not. What other ranks read or
 write lies in PyTorch's symmetric memory, which all ranks allocate together and each maps into its own addresses.
-Kernels only take the means of gradients and let ranks meet.
+Kernels only average gradients and carry out barriers.
 """
 
 import ctypes
@@ -23,18 +23,18 @@ from .ranks import rank, world_size
 
 ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns on GPUs
 LEAST_BYTES = 2**20
-"""The smallest tensor that `AllReduce` takes."""
+"""Bytes of the smallest tensor that `AllReduce` averages. NCCL averages smaller ones."""
 logger = logging.getLogger(__name__)
 
 
 class PeerBuffer:
     """Memory of this rank that all ranks read and write. All of them make one of the same size, together.
 
-    No rank may write what another one still reads, or read what another one still writes: `meet` comes between.
+    No rank may write what another one still reads, or read what another one still writes: `barrier` comes between.
     """
 
     held_bytes: ClassVar[int] = 0
-    """Bytes of all buffers of this process, which PyTorch's allocator does not count."""
+    """Bytes asked for by all buffers of this process, which PyTorch's allocator does not count."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric  # a GPU's alone
@@ -51,19 +51,20 @@ class PeerBuffer:
 
     def tensors(self, owner: int, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
         """Tensors of these shapes in the memory of a rank, one behind the other from its start."""
-        if (owner, dtype, *shapes) in self._known:
-            return self._known[owner, dtype, *shapes]
-        found, start = [], 0
+        key: tuple[int, torch.dtype, *tuple[torch.Size, ...]] = (owner, dtype, *shapes)
+        if key in self._known:
+            return self._known[key]
+        found, offset = [], 0
         for shape in shapes:
             if owner == rank():
-                found.append(self._own[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape))
+                found.append(self._own[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape))
             else:
-                found.append(self._memory.get_buffer(owner, shape, dtype, start // dtype.itemsize))
-            start += bytes_of([shape], dtype)
-        self._known[owner, dtype, *shapes] = found
+                found.append(self._memory.get_buffer(owner, shape, dtype, offset // dtype.itemsize))
+            offset += bytes_of([shape], dtype)
+        self._known[key] = found
         return found
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Let the current stream continue when all ranks have come here on theirs."""
         self._memory.barrier(timeout_ms=int(1000 * comm.timeout_s))
 
@@ -102,7 +103,7 @@ def _can_reach_peers(device: torch.device, ranks: int) -> bool:
 
 
 def _has_atomics(own: int, other: int) -> bool:
-    """Whether a GPU reaches another one's memory by atomic operations, as over NVLink. Meetings need them."""
+    """Whether a GPU reaches another one's memory by atomic operations, as over NVLink. Barriers need them."""
     found, native_atomics = ctypes.c_int(0), 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     error = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(found), native_atomics, own, other)
     return error == 0 and found.value == 1
@@ -142,7 +143,10 @@ PiecesOfRanks = Sequence[Sequence[Tensor]]
 
 
 def start_all_gather(outputs: Sequence[Tensor], parts: PiecesOfRanks, name: str) -> comm.Transfer:
-    """`comm.start_all_gather` by copies: fill each output (world_size * rows, ...) with the parts of all ranks."""
+    """`comm.start_all_gather` by copies: fill each output (world_size * rows, ...) with the parts of all ranks.
+
+    There is no barrier: the parts must be written before, and stay unchanged until all ranks have read them.
+    """
     pieces = _rows_of_ranks(outputs)
     return comm.Transfer(name, [start("gather", lambda: _read(pieces, parts), outputs[0].device, name)])
 
@@ -154,15 +158,16 @@ def _rows_of_ranks(tensors: Sequence[Tensor]) -> PiecesOfRanks:
 def _read(pieces: PiecesOfRanks, parts: PiecesOfRanks) -> None:
     """Fill the pieces from the parts of the ranks, beginning with the next rank's."""
     for distance in range(1, world_size() + 1):
-        r = (rank() + distance) % world_size()  # no two ranks read the same one at once
+        r = (rank() + distance) % world_size()  # ranks that start together read from different ones
         for piece, part in zip(pieces[r], parts[r], strict=True):
             piece.copy_(part)
 
 
 def _mean_of_parts(inbox: PeerBuffer, pieces: PiecesOfRanks, outputs: Sequence[Tensor]) -> None:
-    """Write each piece to the rank that it belongs to, which leaves the mean of what it got in its output.
+    """Average each piece over all ranks, on the rank that it belongs to, into that rank's outputs.
 
-    At the end all ranks have their means.
+    The other ranks write theirs into its inbox. It starts from its own piece and rounds a running mean after each
+    other one. One barrier comes before the means and one after. Then every inbox may be written again.
     """
     others = world_size() - 1
     inboxes = [
@@ -173,52 +178,66 @@ def _mean_of_parts(inbox: PeerBuffer, pieces: PiecesOfRanks, outputs: Sequence[T
         owner = (rank() + 1 + number) % world_size()
         for piece, incoming in zip(pieces[owner], inboxes[owner], strict=True):
             incoming[number].copy_(piece)
-    inbox.meet()
+    inbox.barrier()
     for mean, incoming, output in zip(pieces[rank()], inboxes[rank()], outputs, strict=True):
         for count, other in enumerate(incoming, start=2):
             mean = torch.lerp(mean, other, 1 / count, out=output)
-    inbox.meet()
+    inbox.barrier()
 
 
 class ReduceScatter:
     """`comm.start_reduce_scatter_mean` by copies.
 
-    nbytes: the most that a rank gets from another one in a call.
+    nbytes: the most that a rank gets from another one in a call, by `bytes_of`.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._inbox = PeerBuffer(nbytes * (world_size() - 1), device)
 
     def start(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: str) -> comm.Transfer:
+        """Average inputs (world_size * rows, ...) over ranks. Leave this rank's rows of each in outputs (rows, ...).
+
+        All tensors are contiguous and of one dtype. The inputs stay unchanged.
+        """
         pieces = _rows_of_ranks(inputs)
         work = start("reduce", lambda: _mean_of_parts(self._inbox, pieces, outputs), outputs[0].device, name)
         return comm.Transfer(name, [work])
 
 
 class AllReduce:
-    """Averages large tensors of one dtype in place, by copies: a reduce-scatter, and a gather of its means.
+    """Averages large tensors in place, by copies: a reduce-scatter, and an all-gather of its means.
 
-    Each rank takes the means of an equal part of all elements, of as few tensors as that allows, because every copy
-    takes some time besides its bytes. nbytes, tensors: the most in a call.
+    The elements of a call, one tensor behind the other, are cut into a run for each rank, which averages it. The runs
+    are equally long; only the last ones may be shorter or empty. So n tensors are at most n + world_size - 1 copies,
+    and not n * world_size: a copy takes time besides its bytes.
+
+    nbytes, tensors: the most in a call.
     """
 
     def __init__(self, nbytes: int, tensors: int, device: torch.device) -> None:
+        self._nbytes = nbytes
         part = -(-nbytes // world_size()) + tensors * ALIGNMENT
         self._inbox, self._outbox = PeerBuffer(part * (world_size() - 1), device), PeerBuffer(part, device)
 
     def start(self, tensors: Sequence[Tensor], name: str) -> tuple[list[_Copies], list[Tensor]]:
-        """The work under way, and the small tensors, for which one NCCL kernel takes less time than many copies."""
+        """Start the averages of large tensors, contiguous and of one dtype. Return the work, and the tensors left over.
+
+        Small ones are left over: one NCCL kernel takes less time than many copies. So are more than `nbytes`, which
+        come from weights that somebody has cast since they were wrapped.
+        """
+        if sum(t.nbytes for t in tensors) > self._nbytes:
+            return [], list(tensors)
         large = [t for t in tensors if t.nbytes >= LEAST_BYTES]
         works = [start("reduce", lambda: self._all_reduce(large), large[0].device, name)] if large else []
         return works, [t for t in tensors if t.nbytes < LEAST_BYTES]
 
     def _all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        size, start = -(-sum(t.numel() for t in tensors) // world_size()), 0
+        size, offset = -(-sum(t.numel() for t in tensors) // world_size()), 0
         pieces: list[list[Tensor]] = [[] for _ in range(world_size())]
         for t in tensors:
-            for r in range(start // size, -(-(start + t.numel()) // size)):
-                pieces[r].append(t.view(-1)[max(0, r * size - start) : (r + 1) * size - start])
-            start += t.numel()
+            for r in range(offset // size, -(-(offset + t.numel()) // size)):
+                pieces[r].append(t.view(-1)[max(0, r * size - offset) : (r + 1) * size - offset])
+            offset += t.numel()
         means = [self._outbox.tensors(r, [p.shape for p in pieces[r]], tensors[0].dtype) for r in range(world_size())]
         _mean_of_parts(self._inbox, pieces, means[rank()])
-        _read(pieces, means)  # before the next call's first meeting, so before its means
+        _read(pieces, means)  # before the next call's first barrier, so before its means

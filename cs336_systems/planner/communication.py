@@ -104,12 +104,14 @@ def inbox_term(job: Job) -> Term:
     """Where other ranks write gradients: FSDP's largest unit without this rank's part, or the largest bucket."""
     s, w, sent = job.shape, job.world_size, sizes_of(job.sent_dtypes)
     if job.is_sharded:
-        head = s.vocab_size * s.d_model if job.weight_dtypes["head"] == job.computing else 0  # else NCCL sends it
+        by_copies = job.weight_dtypes["head"] == job.computing and s.vocab_size % w == 0
+        head = s.vocab_size * s.d_model if by_copies else 0  # else NCCL sends it
         b, most = job.number_bytes * job.weight_passes[1], max(block_matrices(s), head)
         return Term("incoming gradients", f"{b:g} x {most:,} x {w - 1} / {w}", b * most * (w - 1) / w)
     sizes = [(count, sent[kind] * rows * columns) for kind, count, rows, columns in tensors(s)]
     widened = max(sent[kind] / size for kind, size in sizes_of(job.gradient_dtypes).items())
-    bucket = max((job.bucket_size_mb or 0) * MIB * widened, *(nbytes for _, nbytes in sizes))
+    bucket_bytes = 0 if job.strategy == "individual" else (job.bucket_size_mb or 0) * MIB * widened
+    bucket = max(bucket_bytes, *(nbytes for _, nbytes in sizes))
     value = min(bucket, sum(count * nbytes for count, nbytes in sizes))
     return Term("incoming gradients", "the largest bucket or gradient", value)
 

@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.parallel import comm, peer_memory
+from cs336_basics.model import TransformerLM
+from cs336_basics.shape import ModelShape
+from cs336_systems.parallel import Options, comm, get_strategy, peer_memory
 from cs336_systems.parallel.fsdp import FSDP
+from cs336_systems.planner.communication import inbox_term
+from cs336_systems.planner.job import Job
 from tests.distributed import run_ranks
 from tests.parallel.models import check_training, sgd, train_on_ranks
 
@@ -35,6 +39,8 @@ def test_tensors_of_a_buffer_begin_at_multiples_of_512_bytes() -> None:
 class Files:
     """What PyTorch's symmetric memory offers, in a file for each rank."""
 
+    barriers = 0
+
     def __init__(self, nbytes: int) -> None:
         (folder, *_) = comm.all_gather_objects(tempfile.mkdtemp(), "folder of the memory")
         files = [Path(folder, str(rank)) for rank in range(comm.world_size())]
@@ -48,6 +54,7 @@ class Files:
 
     def barrier(self, timeout_ms: int) -> None:
         comm.barrier("copies")
+        Files.barriers += 1
 
 
 class SharedMemory(peer_memory.PeerBuffer):
@@ -70,9 +77,21 @@ def share_memory() -> None:
     peers.start = lambda kind, work, device, name: work() or Done()
 
 
-def train_in_shared_memory(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+def train_in_shared_memory(*args: Any, leaves: bool = False, **kwargs: Any) -> dict[str, Tensor]:
     share_memory()
-    return train_on_ranks(*args, **kwargs)
+    start, left = peer_memory.AllReduce.start, []
+
+    def start_and_count(*args: Any) -> Any:
+        works, rest = start(*args)
+        left.extend(rest)
+        return works, rest
+
+    peers: Any = peer_memory
+    peers.AllReduce.start = start_and_count
+    state = train_on_ranks(*args, **kwargs)
+    assert bool(left) == leaves
+    assert leaves or Files.barriers
+    return state
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -84,6 +103,7 @@ def train_in_shared_memory(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
         ("individual", {}),
         ("overlap", dict(bucket_size_mb=0.01)),
         ("bucketed", dict(bucket_size_mb=0.01)),
+        ("bucketed", dict(bucket_size_mb=0.003, grad_dtype=torch.float64)),
     ],
 )
 def test_copies_between_processes_equal_one_process(strategy: str, how: dict[str, Any], world_size: int) -> None:
@@ -91,10 +111,51 @@ def test_copies_between_processes_equal_one_process(strategy: str, how: dict[str
     check_training(strategy, "transformer", world_size, sgd, train=train, **how)
 
 
+@pytest.mark.parametrize("strategy", ["overlap", "bucketed"])
+def test_gradients_of_weights_that_are_cast_after_wrapping_are_averaged(strategy: str) -> None:
+    train = functools.partial(train_in_shared_memory, leaves=True, before_wrapping=halved, after_wrapping=whole)
+    check_training(strategy, "transformer", 2, sgd, tolerance=(0.05, 0.02), train=train)
+
+
+def halved(module: nn.Module) -> None:
+    module.bfloat16()
+
+
+def whole(module: nn.Module) -> None:
+    module.float()
+    for p in module.parameters():
+        p.grad_dtype = torch.float32
+
+
+def incoming_bytes(vocab_size: int, strategy: str, bucket_size_mb: float | None) -> float:
+    """Memory for incoming gradients that a strategy takes beyond what the planner says."""
+    share_memory()
+    size = dict(vocab_size=vocab_size, context_length=16, d_model=64, num_layers=2, num_heads=2, d_ff=128)
+    wrapped: Any = get_strategy(strategy)(TransformerLM(**size), Options(bucket_size_mb=bucket_size_mb))
+    of_fsdp = (group.by_copies for group in getattr(wrapped, "_groups", ()) if group.by_copies)
+    averages = next(of_fsdp) if strategy == "fsdp" else wrapped._all_reduce
+    taken = sum(buffer._own.nbytes for buffer in vars(averages).values() if isinstance(buffer, SharedMemory))
+    job: Any = dict(strategy=strategy, bucket_size_mb=bucket_size_mb, world_size=2, precision="fp32")
+    return taken - inbox_term(Job(shape=ModelShape(**size), **job)).value
+
+
+@pytest.mark.parametrize("vocab_size", [2048, 2047])
+@pytest.mark.parametrize(
+    "strategy, bucket_size_mb", [("fsdp", None), ("individual", 1), ("overlap", None), ("overlap", 1)]
+)
+def test_incoming_gradients_take_the_memory_that_is_planned(
+    vocab_size: int, strategy: str, bucket_size_mb: float | None
+) -> None:
+    for more in run_ranks(incoming_bytes, 2, vocab_size, strategy, bucket_size_mb):
+        assert 0 <= more <= 25 * 2 * 512  # 21 parameters
+
+
 def averaged(device: str) -> list[tuple[Tensor, Tensor]]:
     """What several calls in a row found and should have found, while one rank or another is late."""
     if device == "cpu":
         share_memory()
+        peers: Any = peer_memory
+        peers.LEAST_BYTES = 8  # the last shape is left to gloo
     here, ranks = torch.device(device, comm.rank() if device == "cuda" else None), comm.world_size()
     shapes = [torch.Size([600, 1000]), torch.Size([7]), torch.Size([])]
     nbytes = peer_memory.bytes_of(shapes, torch.bfloat16)
@@ -134,6 +195,19 @@ def test_averages_by_copies_come_in_order(device: str, ranks: int) -> None:
 
 
 # On GPUs
+
+
+def train_by_copies(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    peers: Any = peer_memory  # in a process of its own
+    peers.LEAST_BYTES = 0
+    return train_on_ranks(*args, **kwargs)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy", ["individual", "overlap", "bucketed"])
+def test_copies_between_gpus_equal_one_process(strategy: str) -> None:
+    train = functools.partial(train_by_copies, micro_batches=2, bucket_size_mb=0.01)
+    check_training(strategy, "transformer", 2, sgd, "cuda", tolerance=(1e-3, 1e-4), train=train)
 
 
 def gathered() -> list[tuple[bool, bool]]:

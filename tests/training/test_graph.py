@@ -15,10 +15,11 @@ from cs336_systems.config.run import RunConfig
 from cs336_systems.kernels import recording
 from cs336_systems.kernels.attention import ATTENTION, check_attention, get_attention, peers
 from cs336_systems.kernels.attention.reference import naive
-from cs336_systems.training import train
+from cs336_systems.training import launch, train
 from cs336_systems.training.graph import RecordedStep
 from cs336_systems.training.metrics import read_metrics
 from tests.training.helpers import make_config, tiny_trainer
+from tests.training.test_launch import BY_COPIES, START
 
 
 def config(folder: Path, cuda_graph: bool, device: str = "cuda", **groups: Any) -> RunConfig:
@@ -81,11 +82,17 @@ def test_every_attention_kernel_can_be_recorded(kernel: str, tmp_path: Path) -> 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize(
-    "strategy", ["naive", "flat", "overlap", "bucketed", "fsdp", "fsdp gathered once", "fsdp_simple"]
-)
-def test_recorded_steps_of_two_processes_give_the_same_losses(tmp_path: Path, strategy: str) -> None:
-    name, _, once = strategy.partition(" ")
-    options: dict[str, Any] = dict(strategy=name, bucket_size_mb=0.05, reshard_after_forward=not once)
+    "strategy",
+    ["naive", "flat", "overlap", "overlap by copies", "bucketed", "bucketed by copies", "fsdp", "fsdp gathered once",
+     "fsdp_simple"],
+)  # fmt: skip
+def test_recorded_steps_of_two_processes_give_the_same_losses(
+    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, how = strategy.partition(" ")
+    if how == "by copies":
+        monkeypatch.setattr(launch, "CALL", ["-c", BY_COPIES + START])
+    options: dict[str, Any] = dict(strategy=name, bucket_size_mb=0.05, reshard_after_forward=how != "gathered once")
     losses = []
     for cuda_graph in (False, True):
         parallel = dict(devices=2, step_timeout_s=60, **options)
