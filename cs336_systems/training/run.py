@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from dataclasses import asdict
 
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 # A token read for the 16th time teaches 38 % of a new one: exp(-15 / 15.4), by the fit of Muennighoff et al. (2023).
 _MANY_PASSES = 16
+_OVERFITTED = 0.1  # nats that the validation loss has risen
 _SLOW_ON_A_CPU = 1e12  # floating-point operations of a step: ten seconds on a laptop
 
 
@@ -257,4 +259,9 @@ class Run:
         rows = read_metrics(self.run_dir / METRICS_FILE)
         baselines = {"unigram entropy": unigram, "bigram model": bigram_loss}
         plot_loss_curves({self.run_dir.name: rows}, self.run_dir / LOSS_CURVE, baselines)
+        validated = [(row["valid_loss"], row["step"]) for row in rows if row.get("valid_loss") is not None]
+        lowest, step = min(validated, default=(math.inf, 0))
+        if validated and validated[-1][0] > lowest + _OVERFITTED:
+            message = "the validation loss rose from %.3f at step %d to %.3f: take fewer steps, or more text"
+            logger.warning(message, lowest, step, validated[-1][0])
         return unigram, bigram, bigram_loss

@@ -375,6 +375,17 @@ def test_a_step_that_takes_a_cpu_long_is_warned_of(
     assert any(message.startswith("there is no GPU, and a step has ") for message in warnings_of(caplog)) == is_told
 
 
+@pytest.mark.parametrize(("losses", "is_told"), [((3, 2, 2.05), False), ((3, 2, 2.5), True), ((3, 2, math.nan), False)])
+def test_a_validation_loss_that_rises_again_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, losses: Any, is_told: bool
+) -> None:
+    found = iter(losses)
+    monkeypatch.setattr(run.Trainer, "evaluate", lambda *_: next(found))
+    train(make_config(tmp_path, train=dict(max_steps=3, validation_interval=1)))
+    told = [message for message in warnings_of(caplog) if message.startswith("the validation loss")]
+    assert told == ["the validation loss rose from 2.000 at step 2 to 2.500: take fewer steps, or more text"] * is_told
+
+
 # Passes over the training tokens
 
 
