@@ -97,11 +97,9 @@ def _fields_of_model(path: Path, parser: ArgumentParser) -> dict[str, Any]:
     from ..training.folder import CONFIG, TOKENIZER
     from ..training.manifest import MANIFEST
 
-    if not path.exists():
-        raise FileNotFoundError(
-            f"init_from {path} does not exist: it must be a run, a checkpoint or a model's folder ({OF_HUB})"
-        )
     folder = path.resolve().parent.parent if (path / MANIFEST).exists() else path
+    if not is_hf_folder(folder) and not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"init_from is {path}: it must be a run, a checkpoint or a model's folder ({OF_HUB})")
     if is_hf_folder(folder):
         shape = read_shape(folder)
     else:

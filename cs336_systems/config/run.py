@@ -94,7 +94,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
-        require_at_least(self, "optimizer", 0, "lr", "min_lr", "muon_lr", "warmup_steps", "weight_decay", "eps")
+        require_at_least(self, "optimizer", 0, "lr", "min_lr", "muon_lr", "warmup_steps", "weight_decay")
+        require_at_least(self, "optimizer", 1e-37, "eps")  # with 0, a gradient that is always 0 gives 0 / 0
         require_at_least(self, "optimizer", 1, "cosine_steps", "decay_steps")
         for i, beta in enumerate(self.betas):
             require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")

@@ -133,7 +133,8 @@ class FusedAdamW(torch.optim.Optimizer):
     masters: the float32 weights of the 16-bit parameters, which are taken out of it. They become the state MASTER or
     LOWER_HALF; any other parameter is float32, and its own master. All state exists from the beginning and stays where
     it is, so that a step can be recorded in a CUDA graph: load state into its tensors. `lr` of the groups is a float64
-    tensor, on a CUDA device if the parameters are. factor: `GradientScale.factor`; where it is 0, a step changes
+    tensor, on a CUDA device if the parameters are. Whoever edits a float16 weight edits its master, from which the next
+    step computes the weight anew. factor: `GradientScale.factor`; where it is 0, a step changes
     nothing.
 
     Raises ValueError for a 16-bit parameter without master, and for one that is not contiguous.
@@ -155,6 +156,9 @@ class FusedAdamW(torch.optim.Optimizer):
         lr_tensor = torch.tensor(lr, dtype=torch.float64, device=factor.device if factor.is_cuda else "cpu")
         super().__init__(params, dict(lr=lr_tensor, betas=betas, eps=eps, weight_decay=weight_decay))
         self._state_at_start = self.state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # copy.deepcopy and torch.save call this too
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: save its state_dict")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with their state."""

@@ -2,9 +2,10 @@
 
 import torch
 
-from ..config.checks import is_import_path
+from ..config.checks import is_import_path, require
 from ..config.run import SHARDED, RunConfig
 from ..kernels.attention import check_attention
+from ..kernels.fp8_linear import MULTIPLE
 from ..machine.hardware import DTYPES, check_precision, memory_bytes
 from ..parallel import comm
 from ..parallel.ranks import local_world_size
@@ -31,6 +32,15 @@ def check_config(config: RunConfig, device: torch.device) -> None:
     choose_offload(config, device)
     strategy_of(config)
     shape = config.model.shape
+    if config.train.precision == "fp8":
+        widths = {
+            "model.d_model": shape.d_model,
+            "model.d_ff": shape.d_ff,
+            "model.num_heads times the head size": shape.num_heads * shape.head_size,
+            "model.num_kv_heads times the head size": shape.kv_heads * shape.head_size,
+        }
+        for name, width in widths.items():
+            require(width % MULTIPLE == 0, name, width, f"a multiple of {MULTIPLE} with train.precision 'fp8'")
     group = shape.num_heads // shape.kv_heads
     dtype, has_window = DTYPES[config.train.precision], shape.num_windowed > 0
     attention = config.model.attention

@@ -177,7 +177,10 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
         found = _find_resume(config, run_dir)
         if found is None:
             if config.init_from is not None:
-                model = load_model(config.init_from)
+                try:
+                    model = load_model(config.init_from)
+                except (ValueError, FileNotFoundError) as error:
+                    raise ValueError(f"init_from is {config.init_from!r}: {error}") from error
                 architecture = _architecture(config)
                 del architecture["model.context_length"]  # no weight depends on it
                 check_identity(model.checkpoint, model.manifest, architecture, [_LEAVE_OUT], partly=True)

@@ -20,6 +20,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self._interrupts = 0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -39,7 +40,8 @@ class StopRequest:
         return self.signal is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
         # Our launcher forwards every signal as SIGTERM. It names the original one itself, at the end.

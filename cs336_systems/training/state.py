@@ -29,13 +29,13 @@ def collect_state(
     """This rank's tensors by name: `model.*`, `optimizer.PARAMETER.STATE`, and on rank 0 the generators' `rng.*`.
 
     Parameters in `shards`, and optimizer state of the same local shape, become Rows of whole tensors. A sharded
-    optimizer contributes only the state that it keeps, and the parameters that belong to it.
+    optimizer contributes only the state that it keeps, and no parameters of other ranks.
     """
     shards = shards or {}
-    owner_of = getattr(optimizer, "owner_of", lambda parameter: None)
+    others = _of_other_ranks(optimizer)
     tensors = {f"model.{name}": _as_rows(tensor, shards.get(name)) for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        if owner_of(parameter) not in (None, comm.rank()):
+        if parameter in others:
             del tensors[f"model.{name}"]
         for key, value in optimizer.state.get(parameter, {}).items():
             value = torch.as_tensor(value)
@@ -52,6 +52,12 @@ def collect_state(
         if device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
     return tensors
+
+
+def _of_other_ranks(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """The parameters whose state a sharded optimizer keeps on other ranks. None keeps that of a frozen parameter."""
+    owner_of = getattr(optimizer, "owner_of", lambda parameter: None)
+    return {p for group in optimizer.param_groups for p in group["params"] if owner_of(p) not in (None, comm.rank())}
 
 
 def _as_rows(tensor: Tensor, shard: tuple[torch.Size, int] | None) -> Tensor | Rows:
@@ -71,8 +77,9 @@ def restore_state(
 ) -> None:
     """Restore the state that `collect_state` collected: parameters in place, optimizer state, generators.
 
-    All ranks call it together. Each reads its rows, and the optimizer state of the parameters that it owns or that have
-    no owner (see `optimizer.owner_of`, if there is one). If one rank cannot read its part, all raise its error.
+    All ranks call it together. Each reads its rows, and the optimizer state of its own parameters: those of `optimizer`
+    that belong to no other rank (see `optimizer.owner_of`, if there is one). If one rank cannot read its part, all
+    raise its error.
     """
     found: list[tuple[dict[str, Tensor], bool]] = []
     on_every_rank(lambda: found.append(_read(path, model, optimizer, shards or {})), f"reading {path}")
@@ -110,7 +117,7 @@ def _read(
     converted.
     """
     parameters = dict(model.named_parameters())
-    owner_of = getattr(optimizer, "owner_of", None)
+    own = {p for group in optimizer.param_groups for p in group["params"]} - _of_other_ranks(optimizer)
     wanted: dict[str, Tensor | Rows] = {}
     has_new_state = False
     stored = tensor_shapes(path)
@@ -118,11 +125,8 @@ def _read(
         group, _, key = name.partition(".")
         if group == "optimizer":
             parameter_name, _, state_name = key.rpartition(".")
-            if state_name == LOWER_HALF:
-                continue
             parameter = parameters[parameter_name]
-            # A frozen parameter has no owner yet: every rank keeps its state.
-            if owner_of is not None and owner_of(parameter) not in (None, comm.rank()):
+            if state_name == LOWER_HALF or parameter not in own:
                 continue
             there = optimizer.state.get(parameter, {}).get(state_name)
             has_new_state = has_new_state or not isinstance(there, Tensor)

@@ -141,6 +141,15 @@ def test_prompts_and_lengths_that_do_not_fit_are_named(prompts, max_new_tokens, 
         generate(small_lm(), prompts, max_new_tokens)
 
 
+def test_logits_that_are_nan_are_an_error():
+    model = small_lm()
+    with torch.no_grad():
+        model.ln_final.weight[0] = float("nan")
+    for temperature in (0, 1):
+        with pytest.raises(ValueError, match="the model's logits are NaN"):
+            generate(model, PROMPTS, 1, temperature=temperature)
+
+
 # Chance
 
 

@@ -327,6 +327,35 @@ def test_a_frozen_parameters_state_is_there_when_a_resumed_run_thaws_it(sharded:
         assert_same_tensors(resumed, went_on)
 
 
+def train_frozen_and_resume(folder: str, how: str) -> list[dict[str, Tensor]]:
+    """Weights before and after a run of a step whose bias is frozen, saved, then resumed with how's parameters."""
+    found = []
+    for resume in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 5)
+        model.bias.requires_grad = how == "train both, then freeze" and not resume
+        trained = [p for p in model.parameters() if p.requires_grad]  # as build_optimizer
+        optimizer = ShardedOptimizer(trained, torch.optim.AdamW)
+        if resume:
+            restore_state(Path(folder) / checkpoint_name(1), model, optimizer, CPU)
+            found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        for parameter in trained:
+            parameter.grad = parameter.detach() * 2
+        optimizer.step()
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        if not resume:
+            save_checkpoint(Path(folder), collect_state(model, optimizer, CPU), Manifest(step=1, **REST))
+    return found
+
+
+@pytest.mark.parametrize("how", ["freeze from the start", "train both, then freeze"])
+def test_parameters_that_the_optimizer_does_not_hold_are_saved_and_restored(how: str, tmp_path: Path) -> None:
+    for saved, restored, after in run_ranks(train_frozen_and_resume, 2, str(tmp_path), how):
+        assert_same_tensors(restored, saved)
+        assert_same_tensors({"bias": after["bias"]}, {"bias": saved["bias"]})
+        assert not torch.equal(after["weight"], saved["weight"])
+
+
 def count_read_bytes(path: str, division: str) -> int:
     """Bytes of tensors that a restore asks the files for."""
     total = 0

@@ -395,8 +395,9 @@ def test_a_run_and_its_checkpoint_describe_their_model(what: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "init_from .*odd does not exist"), ("xx", "odd/config.json is not JSON"), ("[]", "does not hold a JSON"),
-     ("{}", "model.d_model is missing"), ('{"model": 3}', "odd/config.json: model is 3"),
+    [(None, "init_from is .*odd: it must be a run"), ("xx", "odd/config.json is not JSON"),
+     ("[]", "does not hold a JSON"), ("{}", "model.d_model is missing"),
+     ('{"model": 3}', "odd/config.json: model is 3"),
      ('{"model": {"foo": 1}}', "foo.*odd/config.json")],
 )  # fmt: skip
 def test_a_folder_that_describes_no_model_is_named(content: str | None, message: str, tmp_path: Path) -> None:

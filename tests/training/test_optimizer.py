@@ -1,17 +1,24 @@
 """Training with 16-bit matrices: their float32 masters, steps that are skipped on the device, and accumulation."""
 
+import contextlib
+import copy
 import dataclasses
 import math
+import sysconfig
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cs336_basics.model import TransformerLM
 from cs336_basics.optimizer import AdamW
-from cs336_systems.config.run import OptimizerConfig, RunConfig
+from cs336_basics.tokenizer import Tokenizer
+from cs336_systems.config.data import DataConfig
+from cs336_systems.config.model import ModelConfig
+from cs336_systems.config.run import OptimizerConfig, RunConfig, TrainConfig
 from cs336_systems.parallel import comm, get_strategy
 from cs336_systems.parallel.strategy import Strategy
 from cs336_systems.planner.accounting import (
@@ -23,6 +30,8 @@ from cs336_systems.planner.accounting import (
     sizes_of,
 )
 from cs336_systems.planner.job import Job
+from cs336_systems.training.batches import BatchLoader
+from cs336_systems.training.build import initial_model
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import NonFiniteError, StartedStep, Trainer
 from cs336_systems.training.optimizer import (
@@ -32,8 +41,10 @@ from cs336_systems.training.optimizer import (
     GradientScale,
     adamw_torch,
     joined,
+    learning_rate,
     local_part,
     rest_of,
+    set_learning_rate,
 )
 from cs336_systems.training.pipeline import train
 from tests.distributed import run_ranks
@@ -197,6 +208,55 @@ def test_losses_and_norms_have_the_bits_of_autocast(monkeypatch: pytest.MonkeyPa
             assert (again["loss"], again["grad_norm"]) == (row["loss"], row["grad_norm"])
         for name, p in other.model.named_parameters():  # but for the last bit of few: see `halves`
             torch.testing.assert_close(p.detach(), weights[name], rtol=2**-22, atol=0)
+
+
+def losses_on_sources(device: str, steps: int = 200, **sizes: Any) -> tuple[list[float], list[float]]:
+    """Losses on the sources of Python's library: of the default options, and of autocast with PyTorch's AdamW."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    tokenizer = Tokenizer.train(text, 4096)
+    tokens = np.array([i for part in text for i in tokenizer.encode(part)], dtype=np.uint16)
+    settings = dict(lr=6e-4, betas=(0.9, 0.95), eps=1e-8, warmup_steps=steps // 4)
+    config = RunConfig(
+        model=ModelConfig(vocab_size=tokenizer.vocab_size, **sizes),
+        data=DataConfig(source="text", train_text="sources"),
+        optimizer=OptimizerConfig(**settings),
+        train=TrainConfig(device=device, precision="bf16", max_steps=steps, batch_size=16),
+    ).resolved_for(1)
+    model = initial_model(config, torch.device(device), None)
+    plain = copy.deepcopy(model)
+    with contextlib.closing(Trainer(config, model, tokens, torch.device(device))) as trainer:
+        ours = [row["loss"] for row in trainer.train_steps(steps)]
+
+    parameters = list(plain.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    losses = list[float]()
+    with contextlib.closing(BatchLoader(tokens, plain.context_length, 0, torch.device(device))) as loader:
+        for step in range(1, steps + 1):
+            x, y = loader.get((step - 1) * 16, 16)
+            set_learning_rate(optimizer, learning_rate(config, step))
+            with torch.autocast(device, torch.bfloat16):
+                loss = nn.functional.cross_entropy(plain(x).float().flatten(0, 1), y.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return ours, losses
+
+
+@pytest.mark.gpu
+def test_losses_of_200_steps_on_real_text_are_those_of_autocast() -> None:
+    """At the assignment's small size, 120 M parameters."""
+    ours, autocast = losses_on_sources("cuda", size="small", context_length=512)
+    apart = max(abs(a - b) for a, b in zip(ours, autocast, strict=True))
+    print(f"losses from {autocast[0]:.4f} to {autocast[-1]:.4f}, at most {apart:.5f} apart")
+    assert autocast[-1] < autocast[0] - 3
+    assert apart < 1e-3
 
 
 # Steps that are not finite

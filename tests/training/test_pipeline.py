@@ -19,7 +19,16 @@ from cs336_systems.training.loop import NonFiniteError, StartedStep, Trainer
 from cs336_systems.training.manifest import checkpoint_name, verify_checkpoint
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 
-from .helpers import Killed, assert_same_tensors, checkpoint_names, checkpoint_path, loss_rows, make_config, run_train
+from .helpers import (
+    Killed,
+    assert_same_tensors,
+    checkpoint_names,
+    checkpoint_path,
+    loss_rows,
+    make_config,
+    run_train,
+    warnings_of,
+)
 from .runs import (
     EVERY_FIVE,
     assert_same_end,
@@ -158,6 +167,26 @@ def test_the_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
     check_that_five_and_five_are_ten(config, run_in_process)
     trainer = end_of(config).trainer
     assert trainer["scaler"]["_growth_tracker"] == 10 - trainer["skipped_steps"]
+
+
+def test_a_run_whose_validation_is_nan_ends_with_its_result_and_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    finish = Trainer.finish_step
+
+    def broken(trainer: Trainer, started: StartedStep) -> dict[str, Any]:
+        row = finish(trainer, started)
+        with torch.no_grad():
+            trainer.model.ln_final.weight[0] = math.nan
+        return row
+
+    monkeypatch.setattr(Trainer, "finish_step", broken)
+    config = make_config(tmp_path, train=dict(max_steps=1), data=dict(source="stories"))
+    result = train(config)
+    assert (result.sample, result.valid_loss) == (None, None)
+    assert (run_dir(config) / "result.json").exists()
+    assert Path(result.loss_curve).exists()
+    assert "sample: none, because the validation loss is nan" in warnings_of(caplog)
 
 
 def test_skipped_steps_are_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
