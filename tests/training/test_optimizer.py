@@ -216,7 +216,7 @@ def losses_on_sources(device: str, steps: int = 200, **sizes: Any) -> tuple[list
     text = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     tokenizer = Tokenizer.train(text, 4096)
     tokens = np.array([i for part in text for i in tokenizer.encode(part)], dtype=np.uint16)
-    settings = dict(lr=6e-4, betas=(0.9, 0.95), eps=1e-8, warmup_steps=steps // 4)
+    settings = dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, warmup_steps=steps // 4)
     config = RunConfig(
         model=ModelConfig(vocab_size=tokenizer.vocab_size, **sizes),
         data=DataConfig(source="text", train_text="sources"),
