@@ -70,7 +70,7 @@ def generate(
 
     A row ends at a stop token or after max_new_tokens; with max_new_tokens=None, where the model's context is full.
     temperature 0 takes the most likely token. The same seed gives the same tokens on the same device. Raises ValueError
-    for an empty or too long prompt, for impossible limits, and if the model's logits are NaN.
+    for an empty or too long prompt, for impossible limits, and if the model's logits are not finite.
     """
     _check_prompts(model, prompts, max_new_tokens)
     device = next(model.parameters()).device
@@ -86,8 +86,8 @@ def generate(
     seen, cache = 0, model.new_cache(rows.shape[1])
     while position < int(ends.max()):
         logits = model(rows[:, seen:position], cache)[:, -1]
-        if logits.isnan().any():
-            raise ValueError("the model's logits are NaN: its weights are broken, or too large for its dtype")
+        if not logits.amax(dim=-1).isfinite().all():  # NaN or inf; a single logit may be -inf
+            raise ValueError("the model's logits are not finite: its weights are broken, or too large for its dtype")
         seen = position
         sampled = _sample(logits, temperature, top_k, top_p, generator)
         in_prompt = position < lengths

@@ -99,7 +99,9 @@ def _fields_of_model(path: Path, parser: ArgumentParser) -> dict[str, Any]:
 
     folder = path.resolve().parent.parent if (path / MANIFEST).exists() else path
     if not is_hf_folder(folder) and not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"init_from is {path}: it must be a run, a checkpoint or a model's folder ({OF_HUB})")
+        missing = "" if path.exists() else ", which does not exist"
+        accepted = f"a run, a checkpoint inside one, or a model's folder ({OF_HUB})"
+        raise FileNotFoundError(f"init_from is {str(path)!r}{missing}: it must be {accepted}")
     if is_hf_folder(folder):
         shape = read_shape(folder)
     else:

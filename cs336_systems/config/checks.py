@@ -156,10 +156,10 @@ def checkpointed_blocks(policy: str, group: str, num_layers: int | None = None) 
     plain = policy.removesuffix(BUT_ATTENTION)
     found = re.fullmatch(r"(first|every|groups)_([1-9]\d{0,8})", "every_1" if plain == "block" else plain)
     is_known = policy == "none" if found is None else plain == policy or found[1] != "groups"
-    accepted = f"none, block, first_K, every_K or groups_K with a number K; all but groups_K may end in {BUT_ATTENTION}"
-    require(is_known, f"{group}activation_checkpointing", policy, accepted)
+    forms, suffix = "none, block, first_K, every_K or groups_K", f"all but groups_K may end in {BUT_ATTENTION}"
+    require(is_known, f"{group}activation_checkpointing", policy, f"{forms} with a number K; {suffix}")
     is_possible = found is None or num_layers is None or int(found[2]) <= num_layers
-    accepted = f"none, block, first_K, every_K or groups_K with K from 1 to {num_layers}, the number of blocks"
+    accepted = f"{forms} with K from 1 to {num_layers}, the number of blocks; {suffix}"
     require(is_possible, f"{group}activation_checkpointing", policy, accepted)
     return (found[1], int(found[2])) if found else None
 

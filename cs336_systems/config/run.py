@@ -95,7 +95,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
         require_at_least(self, "optimizer", 0, "lr", "min_lr", "muon_lr", "warmup_steps", "weight_decay")
-        require_at_least(self, "optimizer", 1e-37, "eps")  # with 0, a gradient that is always 0 gives 0 / 0
+        require_at_least(self, "optimizer", 1e-20, "eps")  # below, gradients whose squares vanish make weights leap
         require_at_least(self, "optimizer", 1, "cosine_steps", "decay_steps")
         for i, beta in enumerate(self.betas):
             require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
@@ -179,7 +179,8 @@ class TrainConfig:
         minutes, budget = self.max_minutes, self.compile_memory_budget
         require_field(self, "train.max_minutes", minutes is None or 0 < minutes < 1e6, "above 0 and below 1e6")
         is_possible = self.weight_dtype == "fp32" or self.precision in ("bf16", "fp8")
-        require_field(self, "train.weight_dtype", is_possible, f"'fp32' with train.precision {self.precision!r}")
+        accepted = f"'fp32' unless train.precision is bf16 or fp8 (it is {self.precision!r})"
+        require_field(self, "train.weight_dtype", is_possible, accepted)
         is_possible = budget == 1 or (0 <= budget < 1 and self.compile is not False)
         require_field(self, "train.compile_memory_budget", is_possible, "from 0 to 1, and 1 without train.compile")
         if self.max_grad_norm == math.inf:  # JSON has no infinity

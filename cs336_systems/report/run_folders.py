@@ -22,16 +22,20 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
 
     A resumed run shows the speed of its last part.
     """
-    lines = []
+    lines, entropies = [], set[Any]()
     for run_dir in run_dirs:
         if (run_dir / "config.json").exists() and not (run_dir / "result.json").exists():
             logger.warning("%s has no result.json, so the table leaves it out", run_dir)
             continue
         files = run_dir / "config.json", run_dir / "result.json"
         with naming(", ".join(map(str, files))):
-            lines.append(_line(run_dir.name, *map(_read_json, files)))
+            config, result = map(_read_json, files)
+            lines.append(_line(run_dir.name, config, result))
+            entropies.add(result.get("unigram_entropy"))
     if not lines:  # no error: unfinished runs may still be plotted
         return "none of these runs has a result.json"
+    if len(entropies) > 1:
+        logger.warning("these runs were validated on different tokens: their losses are not comparable")
     header = "run,parameters,on,steps,training loss,validation loss,unigram entropy,bigram model,tokens/s,MFU"
     return markdown_table(header.split(","), lines)
 

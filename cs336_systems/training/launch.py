@@ -56,7 +56,7 @@ def launch(config: RunConfig) -> RunResult:
             function = f"{__package__}.pipeline:train_one_rank"
             run_processes([*CALL, function, str(config_file), str(result_file)], config.parallel.devices, Path(folder))
         except SignalException as error:
-            by_interrupt = isinstance(error, _Interrupt)
+            by_interrupt = isinstance(error, _Interrupt) and type(error.__context__) is not SignalException  # the first
             if not result_file.is_file():
                 raise (KeyboardInterrupt if by_interrupt else Ended(error.sigval)) from None
         result = RunResult(**json.loads(result_file.read_text()))

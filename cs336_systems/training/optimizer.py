@@ -133,9 +133,8 @@ class FusedAdamW(torch.optim.Optimizer):
     masters: the float32 weights of the 16-bit parameters, which are taken out of it. They become the state MASTER or
     LOWER_HALF; any other parameter is float32, and its own master. All state exists from the beginning and stays where
     it is, so that a step can be recorded in a CUDA graph: load state into its tensors. `lr` of the groups is a float64
-    tensor, on a CUDA device if the parameters are. Whoever edits a float16 weight edits its master, from which the next
-    step computes the weight anew. factor: `GradientScale.factor`; where it is 0, a step changes
-    nothing.
+    tensor, on a CUDA device if the parameters are. factor: `GradientScale.factor`; where it is 0, a step changes
+    nothing. To change a float16 weight, change its master: a step computes the weight from it.
 
     Raises ValueError for a 16-bit parameter without master, and for one that is not contiguous.
     """

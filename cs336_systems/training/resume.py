@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cs336_basics.files import sha256_of_file, write_json
+from cs336_basics.tokenizer import Tokenizer
 
 from ..config.checks import require
 from ..config.data import DataConfig, without_default_paths
@@ -72,6 +73,9 @@ class Plan:
         if not in_data_dir(data, tokenizer) and not tokenizer.is_file() and copy.is_file():
             raise FileNotFoundError(f"data.tokenizer {tokenizer} does not exist: {copy} is the run's copy of it")
         changed = _changed_data(self.config, manifest)
+        if any(field.startswith("data.source ") for field in changed):
+            hint = f"give its configuration, --config {checkpoint.parent.parent / CONFIG}"
+            raise ValueError(f"checkpoint {checkpoint} is of a run on other data: {'; '.join(changed)}; {hint}")
         tokens = Path(str(data.train_tokens))
         if changed and tokens.is_file() and sha256_of_file(tokens) == manifest.identity.get("training tokens"):
             raise ValueError(
@@ -128,12 +132,7 @@ class Plan:
     def prepare_folder(self, data: PreparedData, weights: LoadedModel | None) -> None:
         """Write config.json and the tokenizer, and set newer checkpoints aside. Rank 0 calls it."""
         if weights is not None:
-            known, here = (of["tokenizer"] for of in (weights.manifest.identity, identity_of(self.config, data)))
-            if known not in (None, here):
-                raise ValueError(
-                    f"data.tokenizer is {self.config.data.tokenizer}: it must be that of init_from "
-                    f"{weights.checkpoint}, for whose tokens the weights were trained; give its tokenizer.json"
-                )
+            _check_is_of_model(identity_of(self.config, data)["tokenizer"], self.config.data, weights)
         set_newer_aside(self.run_dir / CHECKPOINTS, -1 if self.resumed is None else self.step)
         # `resume` belongs to one command, not to the run.
         write_json(self.run_dir / CONFIG, dataclasses.replace(self.config, resume="none").to_dict())
@@ -184,7 +183,7 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
                 architecture = _architecture(config)
                 del architecture["model.context_length"]  # no weight depends on it
                 check_identity(model.checkpoint, model.manifest, architecture, [_LEAVE_OUT], partly=True)
-                _check_tokenizer_is_named(config.data, model)
+                _check_tokenizer(config.data, model)
                 own, new = model.shape.context_length, config.model.shape.context_length
                 if own != new:
                     logger.info(f"weights: their model has a context of {own}; this run and its export have {new}")
@@ -205,13 +204,24 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
     return plan, weights[0] if weights else None
 
 
-def _check_tokenizer_is_named(data: DataConfig, model: LoadedModel) -> None:
-    """Raise ValueError before a new tokenizer is trained for a model that was trained with another, lost one."""
-    would_be_made = in_data_dir(data, Path(data.tokenizer_path)) and not is_kept(data, Path(str(data.train_tokens)))
+def _check_tokenizer(data: DataConfig, model: LoadedModel) -> None:
+    """Raise ValueError before data is made with another tokenizer than the model's, or with a new one."""
+    tokenizer = Path(data.tokenizer_path)
+    if data.source != "random" and is_kept(data, tokenizer):
+        _check_is_of_model(Tokenizer.load(tokenizer).sha256, data, model)
+    would_be_made = in_data_dir(data, tokenizer) and not is_kept(data, Path(str(data.train_tokens)))
     if model.tokenizer is None and data.source != "random" and would_be_made:
         raise ValueError(
             f"data.tokenizer is {data.tokenizer}: it must be the tokenizer.json that init_from {model.checkpoint} was "
             "trained with, because that has none beside it"
+        )
+
+
+def _check_is_of_model(sha256: str | None, data: DataConfig, model: LoadedModel) -> None:
+    if model.manifest.identity["tokenizer"] not in (None, sha256):
+        raise ValueError(
+            f"data.tokenizer is {data.tokenizer}: it must be that of init_from {model.checkpoint}, for whose tokens "
+            "the weights were trained; give its tokenizer.json"
         )
 
 

@@ -244,10 +244,11 @@ class Run:
         if self.data.tokenizer is None:
             logger.info("sample: none, because the run has no tokenizer")
             return None
-        if self.validated is not None and not math.isfinite(self.validated[1]):
-            logger.warning("sample: none, because the validation loss is %s", self.validated[1])
+        try:
+            sample = sample_of_trainer(self.trainer, self.data.tokenizer)
+        except ValueError as error:  # rank 0 alone draws, so no other rank waits
+            logger.warning("sample: none, because %s", error)
             return None
-        sample = sample_of_trainer(self.trainer, self.data.tokenizer)
         if sample is not None:
             write_whole(self.run_dir / SAMPLE, sample)
         return sample

@@ -43,7 +43,8 @@ class StopRequest:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
+        if self.signal is None or number != signal.SIGINT:  # the exit code of a SIGTERM stays 143
+            self.signal = signal.Signals(number).name
         # Our launcher forwards every signal as SIGTERM. It names the original one itself, at the end.
         name = "" if failure.OWN_LAUNCH in os.environ else f"{self.signal}: "
         # os.write, because a signal can interrupt print or a logger, which are not reentrant.

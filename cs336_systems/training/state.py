@@ -1,7 +1,7 @@
 """The state of a run as named tensors, collected from ranks that share it in any way, and restored to them.
 
-A float16 parameter is saved as its master weight. A bfloat16 one is saved itself, with the lower half of its master
-(`optimizer.halves`). So runs of any precision continue it.
+A float16 parameter of the optimizer is saved as its master weight. A bfloat16 one is saved itself, with the lower half
+of its master (`optimizer.halves`). So runs of any precision continue it.
 
 Names and shapes are the same as in a single process, so a run can resume with another number of ranks or another
 strategy.
@@ -55,7 +55,9 @@ def collect_state(
 
 
 def _of_other_ranks(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """The parameters whose state a sharded optimizer keeps on other ranks. None keeps that of a frozen parameter."""
+    """The parameters whose state a sharded optimizer keeps on other ranks. One still frozen has no owner yet: every
+    rank keeps its state.
+    """
     owner_of = getattr(optimizer, "owner_of", lambda parameter: None)
     return {p for group in optimizer.param_groups for p in group["params"] if owner_of(p) not in (None, comm.rank())}
 
@@ -79,7 +81,7 @@ def restore_state(
 
     All ranks call it together. Each reads its rows, and the optimizer state of its own parameters: those of `optimizer`
     that belong to no other rank (see `optimizer.owner_of`, if there is one). If one rank cannot read its part, all
-    raise its error.
+    raise its error. State of parameters that are not in `optimizer` is left out, also the rest of a 16-bit master.
     """
     found: list[tuple[dict[str, Tensor], bool]] = []
     on_every_rank(lambda: found.append(_read(path, model, optimizer, shards or {})), f"reading {path}")

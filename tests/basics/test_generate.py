@@ -141,13 +141,22 @@ def test_prompts_and_lengths_that_do_not_fit_are_named(prompts, max_new_tokens, 
         generate(small_lm(), prompts, max_new_tokens)
 
 
-def test_logits_that_are_nan_are_an_error():
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_of_a_row_that_are_not_finite_are_an_error(value, temperature):
     model = small_lm()
-    with torch.no_grad():
-        model.ln_final.weight[0] = float("nan")
-    for temperature in (0, 1):
-        with pytest.raises(ValueError, match="the model's logits are NaN"):
-            generate(model, PROMPTS, 1, temperature=temperature)
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(0, torch.tensor(1), value))
+    with pytest.raises(ValueError, match="the model's logits are not finite"):
+        generate(model, PROMPTS, 1, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_token_may_be_ruled_out_by_an_infinite_logit(temperature):
+    model = small_lm()
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, logits: logits.index_fill(-1, torch.tensor(3), -math.inf)
+    )
+    assert not any(3 in row for row in generate(model, PROMPTS, 15, temperature=temperature))
 
 
 # Chance

@@ -60,7 +60,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("optimizer-sharding", dict(compile=True), "false on a CPU"),
     ("optimizer-sharding", dict(variant="overlap+graph"), r"overlap may have \+zero1, \+bf16, each once$"),
     ("optimizer-sharding", dict(warmup=1), "at least 2"),
-    ("leaderboard-2026", dict(precision="fp32", weight_dtype="bf16"), "'fp32' with precision"),
+    ("leaderboard-2026", dict(precision="fp32", weight_dtype="bf16"), "'fp32' unless precision is bf16 or fp8"),
     ("leaderboard-2026", dict(compile=False, compile_memory_budget=0.75), "from 0 to 1, and 1 without compile"),
     ("lm-matrix", FLASHDDP | dict(vocab_size=1), "at least 257 to train a tokenizer"),
     ("lm-matrix", FLASHDDP | dict(kernel="flash"), "auto or one of"),

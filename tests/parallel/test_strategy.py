@@ -19,6 +19,7 @@ from cs336_systems.parallel.ddp import DDP, FlatDDP
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.ranks import alone
 from cs336_systems.parallel.zero1 import ShardedOptimizer
+from cs336_systems.training.optimizer import FusedAdamW
 from tests.distributed import run_ranks, wait_until
 from tests.parallel.models import adamw, build, for_each, message_of, part_of, train_step
 from tests.parallel.test_ddp import FSDPS
@@ -95,6 +96,8 @@ def test_a_strategy_is_not_copied(cls: type[Any], copied: Callable[[Any], Any]) 
         copied(cls(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match=r"^a ShardedOptimizer cannot be copied or pickled"):
         copied(ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.AdamW))
+    with pytest.raises(TypeError, match=r"^a FusedAdamW cannot be copied or pickled"):
+        copied(FusedAdamW(nn.Linear(2, 2).parameters(), factor=torch.ones(()), masters={}))
 
 
 def refused() -> dict[str, str]:

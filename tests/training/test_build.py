@@ -121,7 +121,7 @@ def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_and_keeps_its_type(tmp_pa
 @pytest.mark.parametrize(
     "fields, message",
     [
-        (dict(weight_dtype="bf16"), "train.weight_dtype is 'bf16': it must be 'fp32' with train.precision 'fp32'"),
+        (dict(weight_dtype="bf16"), "train.weight_dtype is 'bf16': it must be 'fp32' unless train.precision is bf16"),
         (dict(weight_dtype="bf16", precision="fp16"), "train.weight_dtype is 'bf16'"),
         (dict(loss_chunk_tokens=0), "train.loss_chunk_tokens is 0"),
         (

@@ -328,10 +328,13 @@ def test_a_frozen_parameters_state_is_there_when_a_resumed_run_thaws_it(sharded:
 
 
 def train_frozen_and_resume(folder: str, how: str) -> list[dict[str, Tensor]]:
-    """Weights before and after a run of a step whose bias is frozen, saved, then resumed with how's parameters."""
+    """Weights that a run saves, those of its resumed run, and those after another step.
+
+    The bias of the resumed run is frozen, and that of the first run too, unless `how` trains both.
+    """
     found = []
     for resume in (False, True):
-        torch.manual_seed(0)
+        torch.manual_seed(int(resume))
         model = nn.Linear(3, 5)
         model.bias.requires_grad = how == "train both, then freeze" and not resume
         trained = [p for p in model.parameters() if p.requires_grad]  # as build_optimizer

@@ -347,9 +347,10 @@ def test_a_model_takes_no_tokenizer_but_its_own(llama: Path, tmp_path: Path) -> 
     assert not (tmp_path / "data" / "train.npy").exists()
     run("its", tokenizer=str(tmp_path / "its.json"))
     shutil.move(tmp_path / "its.json", tokenizer)
-    other = str(tmp_path / "other.json")
+    other, made = str(tmp_path / "other.json"), (tmp_path / "data" / "train.npy").stat()
     with pytest.raises(ValueError, match=rf"^data\.tokenizer is {other}: it must be that of init_from .*/model, "):
         run("other", tokenizer=other)
+    assert (tmp_path / "data" / "train.npy").stat() == made
 
 
 def test_an_export_over_a_chat_model_leaves_nothing_of_it(tmp_path: Path) -> None:
@@ -395,7 +396,7 @@ def test_a_run_and_its_checkpoint_describe_their_model(what: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "init_from is .*odd: it must be a run"), ("xx", "odd/config.json is not JSON"),
+    [(None, "init_from is .*odd', which does not exist: it must be a run"), ("xx", "odd/config.json is not JSON"),
      ("[]", "does not hold a JSON"), ("{}", "model.d_model is missing"),
      ('{"model": 3}', "odd/config.json: model is 3"),
      ('{"model": {"foo": 1}}', "foo.*odd/config.json")],

@@ -255,6 +255,14 @@ def test_a_refused_resume_leaves_the_runs_data_as_it_was(tmp_path: Path, changed
         train(on_text(tmp_path, "auto", data_dir=str(tmp_path / "e"), **{changed: value}))
 
 
+def test_a_resume_with_another_source_is_refused_before_its_tokens_are_made(tmp_path: Path) -> None:
+    train(on_text(tmp_path))
+    said = "is of a run on other data: .*data.source is 'stories' here and 'text' there; .*--config .*/run/config.json$"
+    with pytest.raises(ValueError, match=said):
+        train(on_text(tmp_path, "auto", source="stories", train_text=None, data_dir=str(tmp_path / "e")))
+    assert not [*(tmp_path / "e").glob("to*"), *(tmp_path / "e").glob("*.npy")]
+
+
 def test_the_validation_text_may_change_on_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(on_text(tmp_path, valid_text=str(tmp_path / "b.txt")))
     train(on_text(tmp_path, "auto", valid_text=str(tmp_path / "b.txt")))

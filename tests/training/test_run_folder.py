@@ -351,6 +351,8 @@ def test_a_resumed_run_keeps_its_init_from_and_takes_no_other(tmp_path: Path, fi
     train(dataclasses.replace(on, init_from=None))
     assert json.loads((run_dir(config) / "config.json").read_text())["init_from"] == finished.run_dir
     assert train(on).step == 3
+    with pytest.raises(ValueError, match=r"^init_from is 'elsewhere': elsewhere does not exist"):
+        train(dataclasses.replace(make_config(tmp_path, "third"), init_from="elsewhere"))
     other = dataclasses.replace(on, init_from="elsewhere")
     with pytest.raises(ValueError, match=r"init_from is 'elsewhere': .* of a run that began with .*; leave it out"):
         train(other)
