@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from cs336_systems.cli.main import main
 from cs336_systems.config.run import RunConfig
@@ -236,17 +237,31 @@ def test_ranks_that_raise_at_different_places_on_gpus_end(tmp_path: Path) -> Non
     assert not processes_of(str(tmp_path))
 
 
-@pytest.mark.parametrize("interrupted", [None, "SIGTERM"])
-def test_an_interrupt_after_the_last_step_is_no_interruption(
-    interrupted: str | None, alone: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "is_second, interrupted, reason",
+    [(False, None, None), (False, "SIGTERM", "SIGINT"), (True, "SIGTERM", "SIGTERM")],
+)
+def test_the_first_signal_is_the_reason_unless_the_run_was_finished(
+    is_second: bool,
+    interrupted: str | None,
+    reason: str | None,
+    alone: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Processes see SIGINT as SIGTERM. is_second: SIGINT came while they ended because of a SIGTERM."""
+
     def run_processes(program: list[str], *_: Any) -> None:
         result = json.loads((Path(str(alone.run_dir)) / "result.json").read_text())
         Path(program[-1]).write_text(json.dumps(result | {"interrupted": interrupted}))
-        raise launch._Interrupt
+        try:
+            if is_second:
+                raise SignalException("ended", signal.SIGTERM)
+        finally:
+            raise launch._Interrupt
 
     monkeypatch.setattr(launch, "run_processes", run_processes)
-    assert train(config_for(tmp_path, devices=2)).interrupted == (interrupted and "SIGINT")
+    assert train(config_for(tmp_path, devices=2)).interrupted == reason
 
 
 def resumed(config: RunConfig) -> RunConfig:
