@@ -139,8 +139,8 @@ class TrainConfig:
     """Dtype in which weights are kept and updated. bf16 needs precision bf16 or fp8: weights, gradients and optimizer
     state are bf16 then. It halves the memory, but loses updates smaller than 1/256 of a weight."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each block with torch.compile. auto: on a GPU, if the run is long enough to gain from it, and with a
-    compile_memory_budget below 1."""
+    """Compile each block with torch.compile. auto: if the run is long enough to gain from it (half a minute on a GPU,
+    ten minutes on a CPU with a C++ compiler), and with a compile_memory_budget below 1."""
     compile_memory_budget: float = 1.0
     """With compile: fraction of each block's activations to keep for the backward pass. Below 1, PyTorch recomputes the
     cheapest ones (its activation_memory_budget); 0.75 recomputes the norms and the product in the gated layer. fp8

@@ -12,7 +12,7 @@ from cs336_systems.training.auto import resolve
 
 from .helpers import make_config, tiny_trainer
 
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -20,22 +20,38 @@ def known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "device_peak_flops", lambda device, precision: 1e12)
 
 
-def test_a_cpu_neither_compiles_nor_records(tmp_path: Path) -> None:
-    with tiny_trainer(make_config(tmp_path, train=dict(max_steps=10**9))) as trainer:
+def test_a_cpu_does_not_record_and_does_not_compile_a_short_run(tmp_path: Path) -> None:
+    with tiny_trainer(make_config(tmp_path)) as trainer:
         assert (trainer.config.train.compile, trainer.config.train.cuda_graph) == (False, False)
         assert trainer._recorded is None
 
 
-def test_a_gpu_compiles_what_takes_long(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device, speed", [(GPU, auto.USUAL_MFU * 1e12), (CPU, auto.CPU_THREAD_FLOPS)], ids=str)
+@pytest.mark.usefixtures("one_thread")
+def test_what_takes_long_is_compiled_where_pytorch_can(
+    device: torch.device, speed: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flops_a_step = auto.training_flops(make_config(tmp_path).model.shape, 4, 16)
-    enough = auto.COMPILATION_PAYS_AFTER_S * auto.USUAL_MFU * 1e12 / flops_a_step
-    for steps, expected in ((int(0.99 * enough), False), (int(1.01 * enough), True)):
-        assert resolve(make_config(tmp_path, train=dict(max_steps=steps)), GPU).train.compile is expected
+    enough = auto.COMPILATION_PAYS_AFTER_S[device.type] * speed / flops_a_step
+    for can in (True, False):
+        monkeypatch.setattr(auto, "can_compile", lambda device, can=can: can)
+        for steps, expected in ((int(0.99 * enough), False), (int(1.01 * enough), can)):
+            assert resolve(make_config(tmp_path, train=dict(max_steps=steps)), device).train.compile is expected
+
+
+def test_without_a_compiler_a_cpu_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(function: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found\nin many lines")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with caplog.at_level(logging.INFO):
+        assert not auto.can_compile(CPU)
+    assert caplog.messages == ["blocks are not compiled, because PyTorch cannot: No working C++ compiler found"]
 
 
 def test_a_share_of_activations_is_kept_only_by_the_compiler(tmp_path: Path) -> None:
     config = make_config(tmp_path, train=dict(compile_memory_budget=0.5))
-    assert resolve(config, torch.device("cpu")).train.compile is True
+    assert resolve(config, CPU).train.compile is True
 
 
 @pytest.mark.parametrize("asked", [False, True])
