@@ -98,14 +98,14 @@ def _fields_of_model(path: Path, parser: ArgumentParser) -> dict[str, Any]:
     from ..training.manifest import MANIFEST
 
     folder = path.resolve().parent.parent if (path / MANIFEST).exists() else path
-    if not is_hf_folder(folder) and not (folder / CONFIG).is_file():
+    if is_hf_folder(folder):
+        shape = read_shape(folder)
+    elif (folder / CONFIG).is_file():
+        shape = from_json(ModelConfig, _read_config(folder / CONFIG, parser).get("model", {})).shape
+    else:
         missing = "" if path.exists() else ", which does not exist"
         accepted = f"a run, a checkpoint inside one, or a model's folder ({OF_HUB})"
         raise FileNotFoundError(f"init_from is {str(path)!r}{missing}: it must be {accepted}")
-    if is_hf_folder(folder):
-        shape = read_shape(folder)
-    else:
-        shape = from_json(ModelConfig, _read_config(folder / CONFIG, parser).get("model", {})).shape
     tokenizer = {"tokenizer": str(folder / TOKENIZER)} if (folder / TOKENIZER).is_file() else {}
     return {"model": shape.to_dict(), "data": tokenizer}
 

@@ -205,12 +205,14 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
 
 
 def _check_tokenizer(data: DataConfig, model: LoadedModel) -> None:
-    """Raise ValueError before data is made with another tokenizer than the model's, or with a new one."""
+    """Raise ValueError before data is made with another tokenizer than the model's, or a new one for a lost one."""
+    if data.source == "random":
+        return
     tokenizer = Path(data.tokenizer_path)
-    if data.source != "random" and is_kept(data, tokenizer):
+    if is_kept(data, tokenizer):
         _check_is_of_model(Tokenizer.load(tokenizer).sha256, data, model)
     would_be_made = in_data_dir(data, tokenizer) and not is_kept(data, Path(str(data.train_tokens)))
-    if model.tokenizer is None and data.source != "random" and would_be_made:
+    if model.tokenizer is None and would_be_made:
         raise ValueError(
             f"data.tokenizer is {data.tokenizer}: it must be the tokenizer.json that init_from {model.checkpoint} was "
             "trained with, because that has none beside it"

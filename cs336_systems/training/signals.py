@@ -20,7 +20,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        self._interrupts = 0
+        self._interrupted = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -40,9 +40,10 @@ class StopRequest:
         return self.signal is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1 and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
         if self.signal is None or number != signal.SIGINT:  # the exit code of a SIGTERM stays 143
             self.signal = signal.Signals(number).name
         # Our launcher forwards every signal as SIGTERM. It names the original one itself, at the end.

@@ -55,8 +55,9 @@ def collect_state(
 
 
 def _of_other_ranks(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """The parameters whose state a sharded optimizer keeps on other ranks. One still frozen has no owner yet: every
-    rank keeps its state.
+    """The parameters whose state a sharded optimizer keeps on other ranks.
+
+    One still frozen has no owner yet: every rank keeps its state.
     """
     owner_of = getattr(optimizer, "owner_of", lambda parameter: None)
     return {p for group in optimizer.param_groups for p in group["params"] if owner_of(p) not in (None, comm.rank())}
