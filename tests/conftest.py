@@ -32,6 +32,7 @@ LONG = ("test_notebooks.py", "test_guides.py", "test_launch.py")  # begin first,
 LEFT_OUT = pytest.StashKey[collections.Counter[str]]()
 
 
+@pytest.hookimpl(optionalhook=True)  # for runs without xdist: -p no:xdist
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: tests that start processes wait for them for a good part of their time."""
     return (os.cpu_count() or 1) + 1

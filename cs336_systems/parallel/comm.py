@@ -208,7 +208,7 @@ def start_mean(
     for t in rest:
         by_dtype.setdefault(t.dtype, []).append(t)
     for group in by_dtype.values():
-        if len(group) > 1 and (_by_nccl(group[0]) or not group[0].is_cuda):  # gloo takes GPU tensors one at a time
+        if len(group) > 1 and (by_nccl(group[0].device) or not group[0].is_cuda):  # gloo takes GPU tensors singly
             works.append(_start("allreduce_coalesced", [group], c10d.AllreduceCoalescedOptions(), name, op))
         else:
             works += [_start("allreduce", [[t]], c10d.AllreduceOptions(), name, op) for t in group]
@@ -229,7 +229,7 @@ def check_dense(tensors: Iterable[Tensor], name: str) -> None:
 
 def _divide_unless_averaged(sent: Sequence[Tensor]) -> Any:
     """The operation that averages. gloo can only add, so its tensors are divided here, before a sum could overflow."""
-    if _by_nccl(sent[0]):
+    if by_nccl(sent[0].device):
         return dist.ReduceOp.AVG
     torch._foreach_div_(list(sent), world_size())
     return dist.ReduceOp.SUM
@@ -244,7 +244,7 @@ def start_all_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: 
         torch._foreach_copy_(list(outputs), list(inputs))
         return Transfer(name)
     calls: Any = [(_ALL_GATHER_COALESCED, outputs, inputs)]
-    if not _by_nccl(outputs[0]):  # two coalesced gathers under way corrupt gloo's heap (PyTorch 2.13)
+    if not by_nccl(outputs[0].device):  # two coalesced gathers under way corrupt gloo's heap (PyTorch 2.13)
         calls = [(_ALL_GATHER, *pair) for pair in zip(outputs, inputs, strict=True)]
     return Transfer(name, [_start(method, tensors, c10d.AllgatherOptions(), name) for method, *tensors in calls])
 
@@ -284,7 +284,7 @@ def start_broadcasts(sources: Iterable[tuple[Tensor, int]], name: str) -> Transf
     group, device = dist.group.WORLD, calls[0][0].device
     assert group is not None
     with named(name), torch._C._profiler._RecordFunctionFast(name):
-        coalesced = _by_nccl(calls[0][0])
+        coalesced = by_nccl(device)
         if coalesced:
             group._start_coalescing(device)
         works, copies = [], []
@@ -306,9 +306,9 @@ def start_broadcasts(sources: Iterable[tuple[Tensor, int]], name: str) -> Transf
         return Transfer(name, [group._end_coalescing(device)] if coalesced else works, apply if copies else None)
 
 
-def _by_nccl(tensor: Tensor) -> bool:
-    """Whether NCCL carries this tensor; gloo can carry GPU tensors too."""
-    return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config()
+def by_nccl(device: torch.device) -> bool:
+    """Whether NCCL carries tensors of this device; gloo can carry a GPU's too, and the host waits for each of them."""
+    return device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
 
 
 _ALL_GATHER, _ALL_TO_ALL = "all_gather_single", "all_to_all_single"

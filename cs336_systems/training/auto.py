@@ -45,7 +45,7 @@ def resolve(config: RunConfig, device: torch.device) -> RunConfig:
     if note:
         logger.info(note)
     if train.cuda_graph == "auto":
-        reason = why_not_recorded(config)
+        reason = why_not_recorded(config, device)
         decided["cuda_graph"] = device.type == "cuda" and reason is None
         if device.type == "cuda" and reason is not None:
             logger.info(f"the step is not recorded as a CUDA graph: {reason}")
@@ -131,9 +131,11 @@ def can_compile(device: torch.device) -> bool:
     return True
 
 
-def why_not_recorded(config: RunConfig) -> str | None:
+def why_not_recorded(config: RunConfig, device: torch.device) -> str | None:
     """What of the run a CUDA graph cannot hold, or may not: code of the user's own may wait for the GPU."""
     strategy, attention = config.parallel.strategy, config.model.attention
+    if comm.world_size() > 1 and not comm.by_nccl(device):
+        return "the process group has no NCCL for GPUs, and gloo waits for them"
     if strategy in NOT_RECORDED or is_import_path(strategy):
         hint = "" if strategy in NOT_RECORDED else _HINT
         return f"parallel.strategy is {strategy}{hint}"

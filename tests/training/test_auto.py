@@ -10,6 +10,7 @@ import torch
 from cs336_systems.training import auto
 from cs336_systems.training.auto import resolve
 
+from ..distributed import run_ranks
 from .helpers import make_config, tiny_trainer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -83,3 +84,14 @@ def test_a_gpu_records_all_but_code_that_may_wait_for_it(
         assert resolve(make_config(tmp_path, **groups), GPU).train.cuda_graph is (named is None)
     assert caplog.messages == ([] if named is None else [caplog.messages[0]])
     assert named is None or named in caplog.messages[0]
+
+
+def decides_to_record(root: str) -> bool:
+    groups: dict[str, Any] = dict(parallel=dict(strategy="fsdp", devices=2), train=dict(compile=False))
+    train = resolve(make_config(Path(root), **groups), GPU).train
+    assert isinstance(train.cuda_graph, bool)
+    return train.cuda_graph
+
+
+def test_transfers_of_gloo_are_not_recorded(tmp_path: Path) -> None:
+    assert run_ranks(decides_to_record, 2, str(tmp_path)) == [False, False]
