@@ -96,7 +96,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     if known:
         write = naming(str(path))(write_views)
         files = ", ".join(map(str, write_into(folder, lambda to: write(known, to, swept))))
-        say(f"{len(known)} rows are in {path}; tables and plots of them all: {files}")
+        say(f"All rows ({len(known)}) are in {path}; their tables and plots: {files}")
     return exit_code(rows)
 
 

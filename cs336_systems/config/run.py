@@ -147,8 +147,8 @@ class TrainConfig:
     recomputes these at 1, so it is best left there: below 1 it recomputes products too."""
     cuda_graph: bool | Literal["auto"] = "auto"
     """Record the step as a CUDA graph and replay it. This removes launch overhead, which dominates for small models.
-    With optimizer.implementation fused the update is recorded too. auto: on a GPU, except with torch_ddp, torch_fsdp
-    and with a strategy or an attention kernel of your own."""
+    With optimizer.implementation fused the update is recorded too. auto: on a GPU, except with torch_ddp, torch_fsdp,
+    a strategy or an attention kernel of your own, masks that wait for the GPU, and transfers by gloo."""
     activation_checkpointing: str = "none"
     """none: keep all activations. block: each block keeps only its input and is recomputed in the backward pass.
     first_K: only the first K blocks do this. every_K: every K-th block does. groups_K: K blocks together keep only the

@@ -192,7 +192,7 @@ def start_mean(
     communication_dtype: torch.dtype | None = None,
     by_copies: Callable[[list[Tensor], str], tuple[list[Any], list[Tensor]]] | None = None,
 ) -> Transfer:
-    """Average tensors over all ranks, in place, in one transfer per dtype.
+    """Average tensors over all ranks, in place.
 
     With a communication_dtype they are sent in it. `by_copies` (`peer_memory.AllReduce.start`) starts what it can and
     leaves the other tensors. Raises ValueError for a sparse tensor.
@@ -208,7 +208,7 @@ def start_mean(
     for t in rest:
         by_dtype.setdefault(t.dtype, []).append(t)
     for group in by_dtype.values():
-        if len(group) > 1 and (by_nccl(group[0].device) or not group[0].is_cuda):  # gloo takes GPU tensors singly
+        if len(group) > 1 and (by_nccl(group[0].device) or not group[0].is_cuda):  # else one at a time
             works.append(_start("allreduce_coalesced", [group], c10d.AllreduceCoalescedOptions(), name, op))
         else:
             works += [_start("allreduce", [[t]], c10d.AllreduceOptions(), name, op) for t in group]
@@ -307,7 +307,7 @@ def start_broadcasts(sources: Iterable[tuple[Tensor, int]], name: str) -> Transf
 
 
 def by_nccl(device: torch.device) -> bool:
-    """Whether NCCL carries tensors of this device; gloo can carry a GPU's too, and the host waits for each of them."""
+    """Whether NCCL carries tensors of this device. gloo can carry a GPU's too, but the host waits for each transfer."""
     return device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
 
 

@@ -81,7 +81,8 @@ class FSDP(Strategy):
 
     - Calls. Ranks may use different weights, but must make the same calls of forward and backward. The first forward
       with gradients teaches the order of modules. Up to then, ranks may use different weights only if modules are
-      registered in that order. In one backward of several forwards, all ranks must use the outputs of each.
+      registered in the order of their calls. In one backward of several forwards, all ranks must use each one's
+      outputs.
     - Access. Modules hold whole weights only inside their own calls and their backward. In that first forward, using a
       weight elsewhere raises RuntimeError. A module called between a forward and its backward may see weights gathered
       by that forward, even if they have changed since.

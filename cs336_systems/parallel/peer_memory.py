@@ -81,9 +81,9 @@ def bytes_of(shapes: Sequence[torch.Size], dtype: torch.dtype) -> int:
 def can_reach_peers(device: torch.device) -> bool:
     """Whether each rank has a GPU of its own in one machine, which reaches the others' memory. All ranks ask together.
 
-    False if the process group does not allow it.
+    False if the process group does not allow it, or has no NCCL for the rest.
     """
-    is_possible = comm.allows_copy_engines and device.type == "cuda" and world_size() > 1
+    is_possible = comm.allows_copy_engines and world_size() > 1 and comm.by_nccl(device)
     return is_possible and _can_reach_peers(device, world_size())
 
 

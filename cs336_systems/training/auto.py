@@ -38,17 +38,14 @@ def resolve(config: RunConfig, device: torch.device) -> RunConfig:
     """The configuration with a decision for each auto, on this device and with this number of processes."""
     config = config.resolved_for(comm.world_size())
     train = config.train
-    decided: dict[str, Any] = {}
-    if train.compile == "auto":
-        decided["compile"] = compiles(config, device)
+    decided: dict[str, Any] = dict(compile=compiles(config, device), cuda_graph=records(config, device))
+    if decided["cuda_graph"] and (optimizer := config.optimizer.implementation) != "fused":
+        logger.info(f"the update is not recorded in the CUDA graph: optimizer.implementation is {optimizer}, not fused")
+    elif device.type == "cuda" and train.cuda_graph == "auto" and not decided["cuda_graph"]:
+        logger.info(f"the step is not recorded as a CUDA graph: {why_not_recorded(config, device)}")
     decided["activation_offload"], note = choose_offload(config, device)
     if note:
         logger.info(note)
-    if train.cuda_graph == "auto":
-        reason = why_not_recorded(config, device)
-        decided["cuda_graph"] = device.type == "cuda" and reason is None
-        if device.type == "cuda" and reason is not None:
-            logger.info(f"the step is not recorded as a CUDA graph: {reason}")
     return dataclasses.replace(config, train=dataclasses.replace(train, **decided))
 
 
@@ -57,6 +54,13 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
     if config.train.compile != "auto":
         return config.train.compile
     return config.train.compile_memory_budget < 1 or compilation_pays(config, device)
+
+
+def records(config: RunConfig, device: torch.device) -> bool:
+    """Whether the step is recorded as a CUDA graph."""
+    if config.train.cuda_graph != "auto":
+        return config.train.cuda_graph
+    return device.type == "cuda" and why_not_recorded(config, device) is None
 
 
 def choose_offload(config: RunConfig, device: torch.device) -> tuple[str, str]:
@@ -98,7 +102,7 @@ def choose_offload(config: RunConfig, device: torch.device) -> tuple[str, str]:
 def planned_job(config: RunConfig, device: torch.device) -> Job:
     """The planner's job of a run, without offloading if that is auto. Raises ValueError if there is no prediction."""
     train, world_size = config.train, comm.world_size()
-    how: dict[str, Any] = dict(compile=compiles(config, device), cuda_graph=train.cuda_graph is not False)
+    how: dict[str, Any] = dict(compile=compiles(config, device), cuda_graph=records(config, device))
     if train.activation_offload == "auto":
         how |= dict(activation_offload="none")
     else:  # only the activations count, of one micro-batch
@@ -135,7 +139,7 @@ def why_not_recorded(config: RunConfig, device: torch.device) -> str | None:
     """What of the run a CUDA graph cannot hold, or may not: code of the user's own may wait for the GPU."""
     strategy, attention = config.parallel.strategy, config.model.attention
     if comm.world_size() > 1 and not comm.by_nccl(device):
-        return "the process group has no NCCL for GPUs, and gloo waits for them"
+        return "the process group has no NCCL, and gloo waits for the GPU"
     if strategy in NOT_RECORDED or is_import_path(strategy):
         hint = "" if strategy in NOT_RECORDED else _HINT
         return f"parallel.strategy is {strategy}{hint}"

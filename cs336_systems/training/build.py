@@ -125,7 +125,7 @@ def build_optimizer(
     """AdamW with weight decay on matrices and none on vectors (norm weights); with muon, Muon for the blocks' matrices.
 
     sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version to read first. fused: further
-    arguments of `FusedAdamW`, used by the implementation "fused" alone.
+    arguments of `FusedAdamW`, used by the implementation "fused" (and so by muon) alone.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices: dict[Tensor, None] = {}  # Muon's, in order

@@ -36,7 +36,8 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor | Rows], manifest
     """Write a checkpoint into `folder` and return its path once it is on the disk.
 
     All ranks call it together, each with its own tensors (see `write_tensors`). `group` is a `together.file_group`, for
-    saving in a thread. If one rank fails or is gone, removes the unfinished folder and raises CheckpointError on all.
+    saving in a thread. If one rank fails or is gone, rank 0 removes the unfinished folder, and all raise
+    CheckpointError.
     """
     group = group or main_group()
     final = folder / checkpoint_name(manifest.step)

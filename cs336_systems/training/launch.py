@@ -44,8 +44,8 @@ CALL = ["-m", f"{__package__}.one_rank"]
 def launch(config: RunConfig) -> RunResult:
     """Run `train(config)` in `parallel.devices` processes; return the run's result.
 
-    Raises the error of the first process that failed. Raises KeyboardInterrupt, or its subclass Ended, for a signal
-    that comes before the processes can save.
+    Raises the error of a process that failed, a cause before its consequences. Raises KeyboardInterrupt, or its
+    subclass Ended, for a signal that comes before the processes can save.
     """
     check_devices(config.train.device, config.parallel.devices)
     by_interrupt = False
@@ -80,11 +80,11 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
     """Run `python PROGRAM... PARENT` in `count` processes on this machine, as torchrun would, and wait for them.
 
     PARENT is this process's ID, see `child_process`. The processes report failures in `folder`. Raises the error of
-    the first process that failed, or SignalException if a signal came, after all have ended.
+    one that failed, a cause before its consequences, or SignalException if a signal came, after all have ended.
     """
     for name in ("", ".elastic.agent.server.api"):  # the latter has a level of its own and logs each signal
         logging.getLogger(f"torch.distributed{name}").setLevel(logging.CRITICAL)
-    # SIGINT is handled below. A PyTorch without `signals_to_handle` forwards it unchanged.
+    # SIGINT is handled below. A PyTorch without `signals_to_handle` forwards it to the processes unchanged.
     options: dict[str, Any] = {"shutdown_timeout": _SAVING_S, "signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     launcher = LaunchConfig(

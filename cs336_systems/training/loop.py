@@ -109,7 +109,7 @@ class Trainer:
             self.scale = GradientScale(device, config.train.max_grad_norm or math.inf, config.train.precision == "fp16")
             fused = dict(factor=self.scale.factor, masters=masters_of(self.strategy, masters))
         self.reads_late = self.scale is not None and device.type != "cpu"
-        """Whether the loss of a step is read when the next one has begun. A CPU has nothing to do meanwhile."""
+        """Whether the loss of a step is read when the next one has begun. On a CPU a step is over when it returns."""
         self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer, **fused)
         fused.get("masters", {}).clear()  # frees those that a sharded optimizer leaves to other ranks
         if (warmup_steps := config.optimizer.warmup_steps or 0) > config.train.max_steps:

@@ -188,7 +188,7 @@ def _encode(tokenizer: Tokenizer, tokenizer_path: Path, text: TextSpan, path: Pa
 
 
 def _load(config: RunConfig) -> PreparedData:
-    """Load the token files and their tokenizer. Raises ValueError if they fit neither each other nor the model."""
+    """Load the token files and their tokenizer. Raises ValueError if they do not fit each other or the model."""
     shape = config.model.shape
     tokenizer_path, train_path, valid_path = _paths(config)
     for path in dict.fromkeys((train_path, valid_path)):

@@ -88,7 +88,7 @@ class Run:
             if settings.deterministic:
                 stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
                 torch.use_deterministic_algorithms(True)
-                # Otherwise the compiler times kernels and takes the fastest: not the same ones on a busy GPU.
+                # Otherwise the compiler times kernels and takes the fastest, which may be others on a busy GPU.
                 stack.enter_context(torch._inductor.config.patch(deterministic=True))
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -98,7 +98,7 @@ class Run:
             if comm.rank() == 0:
                 self.progress = stack.enter_context(Progress(position.step, settings.max_steps))
             trainer.reset_clock()
-            # Several ranks agree during a step whether to stop; a single one can stop at any time.
+            # Several ranks agree during a step whether to stop; a single one stops between any two.
             while position.step < settings.max_steps and not trainer.stopping:
                 if comm.world_size() == 1 and stop.requested():
                     break

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_basics.model import TransformerLM
@@ -22,9 +23,13 @@ from tests.parallel.models import check_training, sgd, train_on_ranks
 def test_a_cpu_does_not_reach_peers_and_a_gpu_only_if_it_is_allowed_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "world_size", lambda: 2)
     monkeypatch.setattr(peer_memory, "_can_reach_peers", lambda device, ranks: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     assert not peer_memory.can_reach_peers(torch.device("cpu"))
     assert peer_memory.can_reach_peers(torch.device("cuda", 0))
     monkeypatch.setattr(comm, "allows_copy_engines", False)
+    assert not peer_memory.can_reach_peers(torch.device("cuda", 0))
+    monkeypatch.setattr(comm, "allows_copy_engines", True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
     assert not peer_memory.can_reach_peers(torch.device("cuda", 0))
 
 

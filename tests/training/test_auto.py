@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from cs336_systems.parallel import comm
 from cs336_systems.training import auto
 from cs336_systems.training.auto import resolve
 
-from ..distributed import run_ranks
 from .helpers import make_config, tiny_trainer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FUSED: dict[str, Any] = dict(optimizer=dict(implementation="fused"))
 
 
 @pytest.fixture(autouse=True)
@@ -81,17 +83,27 @@ def test_a_gpu_records_all_but_code_that_may_wait_for_it(
     groups: dict[str, Any], named: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert resolve(make_config(tmp_path, **groups), GPU).train.cuda_graph is (named is None)
+        assert resolve(make_config(tmp_path, **FUSED, **groups), GPU).train.cuda_graph is (named is None)
     assert caplog.messages == ([] if named is None else [caplog.messages[0]])
     assert named is None or named in caplog.messages[0]
 
 
-def decides_to_record(root: str) -> bool:
-    groups: dict[str, Any] = dict(parallel=dict(strategy="fsdp", devices=2), train=dict(compile=False))
-    train = resolve(make_config(Path(root), **groups), GPU).train
-    assert isinstance(train.cuda_graph, bool)
-    return train.cuda_graph
+@pytest.mark.parametrize("nccl", [True, False])
+def test_transfers_of_gloo_are_not_recorded(
+    nccl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(comm, "world_size", lambda: 2)
+    backends = "cpu:gloo,cuda:nccl" if nccl else "cpu:gloo,cuda:gloo"  # as PyTorch says them
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    with caplog.at_level(logging.INFO):
+        assert resolve(make_config(tmp_path, parallel=dict(devices=2), **FUSED), GPU).train.cuda_graph is nccl
+    reason = "the process group has no NCCL, and gloo waits for the GPU"
+    assert caplog.messages == ([] if nccl else [f"the step is not recorded as a CUDA graph: {reason}"])
 
 
-def test_transfers_of_gloo_are_not_recorded(tmp_path: Path) -> None:
-    assert run_ranks(decides_to_record, 2, str(tmp_path)) == [False, False]
+def test_a_recording_without_the_update_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert resolve(make_config(tmp_path), GPU).train.cuda_graph is True
+    assert caplog.messages == [
+        "the update is not recorded in the CUDA graph: optimizer.implementation is own, not fused"
+    ]

@@ -390,10 +390,12 @@ def test_auto_needs_a_plan(gpu_memory: dict[str, float], tmp_path: Path) -> None
 
 def test_the_plan_is_of_the_strategy_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm, "world_size", lambda: 2)
-    for micro_batches, strategy in ((1, "fsdp"), (2, "overlap")):
+    monkeypatch.setattr(comm, "by_nccl", lambda device: True)
+    for micro_batches, given, strategy in ((1, "auto", "fsdp"), (2, "auto", "overlap"), (1, "torch_ddp", "torch_ddp")):
         train = dict(gradient_accumulation_steps=micro_batches)
-        config = on_gpu(tmp_path, "first_2", train=train, parallel=dict(devices=2))
-        assert auto.planned_job(config.resolved_for(2), GPU).strategy == strategy
+        config = on_gpu(tmp_path, "first_2", train=train, parallel=dict(devices=2, strategy=given))
+        job = auto.planned_job(config.resolved_for(2), GPU)
+        assert (job.strategy, job.cuda_graph) == (strategy, given == "auto")
 
 
 def test_too_little_host_memory_is_said_before_the_run(
