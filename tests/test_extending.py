@@ -38,10 +38,30 @@ TRAIN = ["train", "--data.source", "random", "--model.vocab_size", "50", "--mode
          "--model.d_model", "16", "--model.d_ff", "32", "--model.num_layers", "1", "--model.num_heads", "2",
          "--train.device", "cpu", "--train.batch_size", "4", "--train.max_steps", "4"]  # fmt: skip
 WRONG = """
+import torch
+from cs336_systems.kernels.attention.reference import naive
+from cs336_systems.parallel.strategy import Strategy
 def two_arguments(q, k): ...
 def with_logsumexp(q, k, v, is_causal): return q, q[..., 0]
 def fails(q, k, v, is_causal): raise RuntimeError("no such unit")
+def leaves(q, k, v, is_causal): raise SystemExit(3)
+def detached(q, k, v, is_causal): return naive(q, k, v, is_causal).detach()
+def without_dv(q, k, v, is_causal): return naive(q, k, v.detach(), is_causal)
+def not_causal(q, k, v, is_causal): return naive(q, k, v)
+def nan(q, k, v, is_causal): return naive(q, k, v, is_causal) * float("nan")
+def other_heads(q, k, v, is_causal): return naive(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), is_causal)
+def wrong_backward(q, k, v, is_causal): return naive(q, k, v * 2 - v.detach(), is_causal)
 a_number = 3
+
+class Remembers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+class Needs(Strategy):
+    def __init__(self, module, world): super().__init__(module)
+
+a_module = Remembers()
 """
 
 
@@ -107,6 +127,16 @@ def test_benchmarks_take_the_kernel(name: str, folder: Path) -> None:
     assert BY_ROWS in rows_table(rows)
 
 
+def test_the_benchmark_warns_of_a_kernel_that_is_wrong(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "wrong.py").write_text(WRONG)
+    case = get_case("kernels")
+    for name, warnings in ((BY_ROWS, 0), ("wrong:not_causal", 1)):
+        (config, *_) = configurations(case, {"kernel": (name,)}, quick=True)
+        (row,) = case.measure([config])
+        assert (row.status, len(caplog.messages)) == ("ok", warnings)
+    assert caplog.messages[0].startswith("kernel is 'wrong:not_causal': it must be a function that computes what naive")
+
+
 @pytest.mark.parametrize("model, micro_batches", [("awkward", 1), ("transformer", 2)])
 def test_the_strategy_equals_one_process(model: str, micro_batches: int, folder: Path) -> None:
     states, expected = run_ranks(train_together, 2, model, micro_batches), train_alone(model, STEPS)
@@ -164,12 +194,21 @@ def test_the_benchmark_of_strategies_takes_it(folder: Path) -> None:
         ("model.attention", "wrong:two_arguments", "which cannot be used here: two_arguments"),
         ("model.attention", "wrong:with_logsumexp", "it must be a function that returns a tensor of q's shape"),
         ("model.attention", "wrong:fails", "which cannot be used here: no such unit"),
+        ("model.attention", "wrong:leaves", "which cannot be used here: 3"),
+        ("model.attention", "wrong:detached", "it must be a function that gives q, k and v gradients"),
+        ("model.attention", "wrong:without_dv", "it must be a function that gives q, k and v gradients"),
+        ("model.attention", "wrong:not_causal", "it must be .* what naive does: its output differs by "),
+        ("model.attention", "wrong:nan", "its output differs by nan%"),
+        ("model.attention", "wrong:other_heads", "its output differs by "),
+        ("model.attention", "wrong:wrong_backward", "its dv differs by 100%"),
+        ("model.attention", "wrong:a_module", "it must be a function, .* without parameters and buffers"),
         ("model.attention", "leaves:attention", r"leaves cannot be imported from .* \(SystemExit: 5\)"),
         ("model.attention", "by-rows:by_rows", "it must be auto or one of .*, or module:function"),
         ("parallel.strategy", "nowhere:Strategy", r"nowhere cannot be imported from .* \(ModuleNotFoundError: "),
         ("parallel.strategy", "together:Together", "it must be module:name, and .*together.* has no Together"),
         ("parallel.strategy", "by_rows:by_rows", "it must be a subclass of .*Strategy"),
         ("parallel.strategy", "by_rows:Tensor", "it must be a subclass of .*Strategy"),
+        ("parallel.strategy", "wrong:Needs", "it must be a class .*: missing a required argument: 'world'"),
         ("parallel.strategy", "together.py", "it must be one of auto, none, .*, or module:Class"),
     ],
 )
@@ -179,7 +218,7 @@ def test_a_wrong_name_is_refused_in_one_line(
     (folder / "wrong.py").write_text(WRONG)
     (folder / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     with pytest.raises(SystemExit, match=r"^2$"):
-        main([*TRAIN, f"--{option}", name])
+        main([*TRAIN, "--model.num_kv_heads", "1", f"--{option}", name])
     told = capsys.readouterr().err.strip()
     assert "\n" not in told
     assert re.match(f"cs336: {option} is '{name}'.*{message}", told), told

@@ -25,6 +25,9 @@ class Options:
     """Whether sharded weights are freed after the forward pass and gathered again for the backward pass."""
 
 
+_OPTIONS = tuple(field.name for field in fields(Options))
+
+
 @dataclass(frozen=True)
 class StrategyFactory:
     """Makes the strategy at "module:Class". The module is imported at first use."""
@@ -43,7 +46,7 @@ class StrategyFactory:
     def options(self) -> tuple[str, ...]:
         """Names of the `Options` that the strategy takes."""
         named = inspect.signature(self.strategy).parameters
-        return tuple(field.name for field in fields(Options) if field.name in named)
+        return tuple(name for name in _OPTIONS if name in named)
 
     def __call__(self, module: nn.Module, options: Options) -> Strategy:
         """The strategy around a module, with the options that it takes."""
@@ -57,8 +60,12 @@ STRATEGIES = {name: StrategyFactory(f"{__name__}.{path}") for name, path in STRA
 def get_strategy(name: str) -> StrategyFactory:
     """The factory of a registered strategy, or of your own at "module:Class".
 
-    Raises ValueError naming `parallel.strategy` if it cannot be imported or is no Strategy.
+    Raises ValueError naming `parallel.strategy` if it cannot be imported, is no Strategy or needs other arguments.
     """
     factory = STRATEGIES.get(name, StrategyFactory(name))
-    _ = factory.strategy  # raises
+    try:
+        inspect.signature(factory.strategy).bind(None, **dict.fromkeys(factory.options))
+    except TypeError as error:
+        accepted = f"a class whose constructor takes a module, and no others than {', '.join(_OPTIONS)}: {error}"
+        require(False, "parallel.strategy", name, accepted)
     return factory

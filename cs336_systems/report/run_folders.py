@@ -24,10 +24,10 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
     """
     lines, entropies = [], set[Any]()
     for run_dir in run_dirs:
-        if (run_dir / "config.json").exists() and not (run_dir / "result.json").exists():
-            logger.warning("%s has no result.json, so the table leaves it out", run_dir)
-            continue
         files = run_dir / "config.json", run_dir / "result.json"
+        if run_dir.is_dir() and (missing := [file.name for file in files if not file.exists()]):
+            logger.warning("%s has no %s, so the table leaves it out", run_dir, missing[0])
+            continue
         with naming(", ".join(map(str, files))):
             config, result = map(_read_json, files)
             lines.append(_line(run_dir.name, config, result))

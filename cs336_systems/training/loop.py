@@ -192,22 +192,29 @@ class Trainer:
         position.step = step
         position.sequences += train.batch_size
         if comm.world_size() > 1:
-            numbers = torch.cat((numbers, numbers.new_full((1,), stop())))
-            comm.mean([numbers], "all-reduce of the loss")  # the norm is equal on all ranks
+            numbers = torch.cat((numbers, numbers.new_full((1,), stop()), numbers[1:]))
+            comm.mean(
+                [numbers[:-1]], "all-reduce of the loss"
+            )  # the last is this rank's norm, to compare with the mean
         return StartedStep(step, first, lr, data_wait_s, start_copy_to_host(numbers))
 
     def finish_step(self, started: StartedStep) -> dict[str, Any]:
         """Wait for the loss of a step, update the weights unless the step has done so, and return its metrics."""
         train = self.config.train
-        loss, norm, *share_that_stops = started.read_numbers().tolist()
-        if share_that_stops:
-            self.stopping = share_that_stops[0] > 0
+        loss, norm, *of_ranks = started.read_numbers().tolist()
+        if of_ranks:
+            self.stopping, own_norm = of_ranks[0] > 0, of_ranks[1]
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
 
         updated = math.isfinite(loss) and math.isfinite(norm)
         if not updated:
             self._skip_or_raise(started, loss, norm)
+        elif of_ranks and abs(own_norm - norm) > 1e-3 * norm:
+            raise ValueError(
+                f"parallel.strategy is {self.config.parallel.strategy!r}: it must average gradients, but in step "
+                f"{started.step} their norm is {own_norm:.4g} on rank {comm.rank()}, and {norm:.4g} on average"
+            )
         if self.scale is None:
             if updated:
                 self.optimizer.step()

@@ -246,7 +246,7 @@ class Run:
             return None
         try:
             sample = sample_of_trainer(self.trainer, self.data.tokenizer)
-        except ValueError as error:  # rank 0 alone draws, so no other rank waits
+        except Exception as error:  # also of a kernel of your own. Rank 0 alone draws, so no other rank waits
             logger.warning("sample: none, because %s", error)
             return None
         if sample is not None:

@@ -12,18 +12,22 @@ from cs336_systems.report.run_folders import plot_runs, runs_table, summary_bloc
 DEMO = Path(__file__).parents[2] / "results/cpu/demo"
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         runs_table([tmp_path / "nowhere"])
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
-        runs_table([tmp_path])
 
 
-def test_an_unfinished_run_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun/config.json").write_text("{}")
-    assert len(runs_table([tmp_path / "begun", DEMO]).splitlines()) == 3
-    assert runs_table([tmp_path / "begun"]) == "none of these runs has a result.json"
+def test_unfinished_runs_and_other_folders_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begun, other = tmp_path / "begun", tmp_path / "other"
+    for folder in (begun, other):
+        folder.mkdir()
+    (begun / "config.json").write_text("{}")
+    assert len(runs_table([begun, other, DEMO]).splitlines()) == 3
+    assert caplog.messages == [
+        f"{begun} has no result.json, so the table leaves it out",
+        f"{other} has no config.json, so the table leaves it out",
+    ]
+    assert runs_table([begun]) == "none of these runs has a result.json"
 
 
 def test_the_number_of_processes_is_shown(tmp_path: Path) -> None:

@@ -374,4 +374,5 @@ def test_a_run_whose_attention_cannot_be_kept_is_refused(tmp_path: Path) -> None
 
 
 def by_products(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    return (q @ k.mT).softmax(dim=-1) @ v
+    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v

@@ -1,6 +1,7 @@
 """The training loop on several ranks: the same global batch, so the same weights as one process has."""
 
 import functools
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cs336_systems.config.run import RunConfig
 from cs336_systems.parallel import comm
+from cs336_systems.parallel.strategy import Strategy
 from cs336_systems.training import sample as sample_module
 from tests.distributed import run_ranks
 from tests.parallel.models import for_each
@@ -165,6 +167,22 @@ def test_weights_are_those_of_one_process_on_gpus(strategy: str, shard_optimizer
     results = run_ranks(train_some, 2, config, STEPS, "cuda", device="cuda")
     assert_ranks_equal(results)
     assert_same(results[0], train_alone(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-4)
+
+
+class Forgets(Strategy):
+    """Averages no gradients."""
+
+
+def train_without_averaging() -> str:
+    config = config_of(f"{__name__}:Forgets")
+    with tiny_trainer(config) as trainer, pytest.raises(ValueError, match=r"^parallel\.strategy is 'tests") as raised:
+        trainer.train_step()
+    return str(raised.value)
+
+
+def test_a_strategy_that_does_not_average_is_named_in_its_first_step() -> None:
+    for rank, told in enumerate(run_ranks(train_without_averaging, 2)):
+        assert re.search(rf"in step 1 their norm is [\d.]+ on rank {rank}, and [\d.]+ on average$", told), told
 
 
 # The sample at the end

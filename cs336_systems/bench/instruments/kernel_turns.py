@@ -4,6 +4,7 @@ A GPU lowers its clock when it gets hot, so if each kernel were finished before 
 on a cold card.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from ...config.checks import without_groups
-from ...kernels.attention import check_limits, get_attention
+from ...config.checks import is_import_path, without_groups
+from ...kernels.attention import check_limits, check_results, get_attention
 from ...machine.hardware import DTYPE_NAMES, DTYPES, use_device
 from ...training.metrics import summarise
 from ..case import Case, row_config
@@ -24,6 +25,7 @@ from .timing import time_ms, timer, wait_for
 if TYPE_CHECKING:
     from ..cases.attention import AttentionBench
 
+logger = logging.getLogger(__name__)
 # Matrix products: forward 2, backward 5. Products that a kernel recomputes are not counted.
 PRODUCTS = {"forward": 2, "backward": 5, "forward_backward": 7, "forward_sum_backward": 7}
 """Passes that can be timed, with their matrix products. The last one is `attention(q, k, v).sum().backward()`."""
@@ -125,6 +127,8 @@ class KernelInTurns:
         wait_for(self.do.device)
         self.facts["first_call_s"] = time.perf_counter() - begin
         self.clear_gradients()
+        if is_import_path(self.config.kernel):
+            self.warn_of_wrong_results()
         if self.do.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.do.device)
             before = torch.cuda.memory_allocated(self.do.device)
@@ -133,6 +137,16 @@ class KernelInTurns:
             peak = torch.cuda.max_memory_allocated(self.do.device) - before
             self.facts["extra_memory_bytes"] = max(0, peak - sum(x.nbytes for x in results))
             self.clear_gradients()
+
+    def warn_of_wrong_results(self) -> None:
+        """Compare a kernel of your own with `naive` on the first 256 tokens of one sequence, without documents."""
+        few = [x.detach()[:1, ..., :256, :].requires_grad_(self.trains) for x in self.qkv]
+        limits = {name: value for name, value in self.limits.items() if name != "documents"}
+        try:
+            with without_groups({"model.attention": "kernel"}):
+                check_results(self.config.kernel, few, self.config.is_causal, **limits)
+        except ValueError as error:
+            logger.warning("%s", error)
 
     def time_all(self) -> None:
         """Time one round, except passes so slow that their first round was enough."""

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,9 @@ def get_attention(name: str) -> Attention:
     """
     if is_import_path(name):
         attention = import_object("model.attention", name)
-        require(callable(attention), "model.attention", name, "a function, attention(q, k, v, is_causal)")
+        is_one = callable(attention) and not (isinstance(attention, torch.nn.Module) and attention.state_dict())
+        accepted = "a function, attention(q, k, v, is_causal), without parameters and buffers"
+        require(is_one, "model.attention", name, accepted)
         return attention
     if name == "auto":
         from .auto import auto
@@ -112,13 +114,16 @@ def check_attention(
 ) -> None:
     """Call the kernel once on small tensors. Raises ValueError naming `model.attention` if it cannot serve them.
 
-    group: query heads for each head of keys and values. is_kept: checkpointing must be able to keep its outputs.
+    One of your own must also compute what `naive` does, gradients included. group: query heads for each head of keys
+    and values. is_kept: checkpointing must be able to keep its outputs.
     """
     attention = get_attention(name)
-    q = torch.zeros(1, group, 16, head_size, device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (2 * group, 2, 2)
+    q, k, v = (torch.randn(2, n, 16, head_size, device=device, generator=generator).to(dtype) for n in heads)
     limits: dict[str, Any] = {"window": 4} if has_window else {}
     if has_documents:
-        limits["documents"] = Documents.from_numbers(torch.zeros(1, 16, device=device))
+        limits["documents"] = Documents.from_numbers((torch.arange(16, device=device) > 9).expand(2, -1))
     check_limits(name, *limits)
     seen: list[bool] = []
 
@@ -126,12 +131,41 @@ def check_attention(
         seen.append(is_attention(operator))
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    try:
-        with create_selective_checkpoint_contexts(note)[0] if is_kept else contextlib.nullcontext():
-            o = attention(q, q[:, :1], q[:, :1], True, **limits)
-    except Exception as error:  # a kernel from outside may raise anything
-        raise ValueError(f"model.attention is {name!r}, which cannot be used here: {error}") from error
+    with _as_unusable(name), create_selective_checkpoint_contexts(note)[0] if is_kept else contextlib.nullcontext():
+        o = attention(q, k, v, True, **limits)
     is_like_q = isinstance(o, Tensor) and (o.shape, o.dtype) == (q.shape, q.dtype)
     require(is_like_q, "model.attention", name, "a function that returns a tensor of q's shape and dtype")
+    if is_import_path(name):
+        check_results(name, [x.requires_grad_() for x in (q, k, v)], True, **limits)
     accepted = "one operator, such as auto or flash_torch, for train.activation_checkpointing to keep its outputs"
     require(not is_kept or any(seen), "model.attention", name, accepted)
+
+
+def check_results(name: str, qkv: Sequence[Tensor], is_causal: bool, **limits: Any) -> None:
+    """Raise ValueError naming `model.attention` unless the kernel computes what `naive` does.
+
+    Its gradients are compared too if qkv requires them. They and the output may be off by a tenth (2-norm): rounding in
+    16 bits makes a hundredth, a wrong mask or head much more.
+    """
+    trains = qkv[0].requires_grad
+    both: list[tuple[Tensor, ...]] = []
+    for attention in (get_attention(name), ATTENTION["naive"]):
+        with _as_unusable(name):
+            o = attention(*qkv, is_causal, **limits)
+            gradients = torch.autograd.grad(o, qkv, qkv[0].detach(), allow_unused=True) if o.requires_grad else ()
+        has_all = not trains or (bool(gradients) and all(g is not None for g in gradients))
+        require(has_all, "model.attention", name, "a function that gives q, k and v gradients")
+        both.append((o.detach(), *gradients))
+    for what, mine, theirs in zip(("output", "dq", "dk", "dv"), *both, strict=False):
+        share = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        accepted = f"a function that computes what naive does: its {what} differs by {share:.0%} on random tensors"
+        require(share <= 0.1, "model.attention", name, accepted)
+
+
+@contextlib.contextmanager
+def _as_unusable(name: str) -> Iterator[None]:
+    """Turns what a kernel raises into a ValueError naming `model.attention`: one from outside may raise anything."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"model.attention is {name!r}, which cannot be used here: {error}") from error
