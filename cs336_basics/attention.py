@@ -37,7 +37,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_tokens(cls, token_ids: Int[Tensor, "... N"], end_of_text: int) -> "Documents":
-        """From the tokens: a document begins with the `end_of_text` before it, as a sample's empty prompt does."""
+        """From the tokens: an `end_of_text` is the first token of the document after it, as in an empty prompt."""
         return cls.from_numbers((token_ids == end_of_text).cumsum(-1))
 
 

@@ -200,8 +200,9 @@ def divergence_of_kind(
     """Divergence of token frequencies between validation and training text, and within the training text.
 
     Both are Jensen-Shannon divergences in nats (Lin 1991), from 0 to log 2. The second compares each of eight evenly
-    spaced parts of the training text with the other seven, and is their median. A part is as long as the validation
-    text. Short texts diverge more, so the first number means something only beside the second.
+    spaced parts of the training text with the other seven, and is their median. The validation text counts up to
+    max_tokens and an eighth of the training text; a part is as long. Short texts diverge more, so the first number
+    means something only beside the second.
     """
     length = min(len(valid), len(train) // 8, max_tokens)
     if length == 0:

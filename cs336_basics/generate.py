@@ -17,7 +17,7 @@ from .model import TransformerLM
 def filter_logits(
     logits: Float[Tensor, "... vocab"], temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Float[Tensor, "... vocab"]:
-    """Logits divided by temperature, with all but the allowed tokens set to -inf.
+    """Logits divided by temperature (above 0), with all but the allowed tokens set to -inf.
 
     top_k keeps the k most likely tokens (and ties with the k-th). top_p keeps the smallest set of most likely tokens
     whose probability reaches p (Holtzman et al. 2020). With both, top_k is applied first. At least one token stays.
@@ -73,6 +73,11 @@ def generate(
     for an empty or too long prompt, for impossible limits, and if the model's logits are not finite.
     """
     _check_prompts(model, prompts, max_new_tokens)
+    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        raise ValueError(
+            f"temperature is {temperature}, top_k {top_k} and top_p {top_p}: they must be at least 0, at least 1, and "
+            "above 0 and at most 1"
+        )
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)

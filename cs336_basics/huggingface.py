@@ -319,7 +319,7 @@ def read_shape(folder: str | os.PathLike[str]) -> ModelShape:
 def _window(path: Path, config: dict[str, Any]) -> tuple[int | None, int]:
     """The window and every how many blocks it is. In Qwen 3 the last blocks have it.
 
-    None if no block has one, or if it hides nothing and is in blocks where ours cannot be.
+    None if no block has one, or if it is as long as the context and in blocks that `ModelShape` cannot describe.
     """
     is_qwen, num_layers = config["model_type"] == "qwen3", config["num_hidden_layers"]
     if config["model_type"] == "llama" or config["sliding_window"] is None:

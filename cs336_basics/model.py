@@ -4,8 +4,8 @@ By default it is the handout's. `ModelShape` has the options of later models: fe
 norms of queries and keys (Qwen 3), tied embeddings, scaled rotary frequencies, a window of attention (Mistral).
 
 Attention is an argument of the model: any function `attention(q, k, v, is_causal) -> o` that follows the contract of
-`cs336_basics.attention` can replace it without changes to the model. Only models with a window and batches with
-documents need its arguments of these names.
+`cs336_basics.attention` can replace it without changes to the model. A model with a window also
+gives it `window`, and a batch with documents `documents`.
 
 Shapes: B batch, T positions in this call, S positions in the cache, H heads, D head size.
 """
@@ -321,6 +321,8 @@ class TransformerLM(nn.Module):
         With a cache, token_ids continue the sequence that the cache holds. With documents, which need a call without a
         cache, attention stays within each document. Rotary positions go on, as scores depend on distances alone.
         """
+        if cache is not None and documents is not None:
+            raise ValueError("documents are given with a cache: they need a call without one")
         x = self.ln_final(self.through_blocks(self.token_embeddings(token_ids), cache, documents=documents))
         return self.lm_head(x) if targets is None else self.lm_head(x, targets)
 

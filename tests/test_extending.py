@@ -49,6 +49,9 @@ def detached(q, k, v, is_causal): return naive(q, k, v, is_causal).detach()
 def without_dv(q, k, v, is_causal): return naive(q, k, v.detach(), is_causal)
 def not_causal(q, k, v, is_causal): return naive(q, k, v)
 def nan(q, k, v, is_causal): return naive(q, k, v, is_causal) * float("nan")
+def overwrites(q, k, v, is_causal): q.data.div_(q.norm()); return naive(q, k, v, is_causal)
+def as_if_contiguous(q, k, v, is_causal): return naive(q.as_strided(q.shape, q.contiguous().stride()), k, v, is_causal)
+def first_tile(q, k, v, is_causal): return naive(q, k.index_fill(2, torch.arange(16, k.shape[2]), 0), v, is_causal)
 def other_heads(q, k, v, is_causal): return naive(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), is_causal)
 def wrong_backward(q, k, v, is_causal): return naive(q, k, v * 2 - v.detach(), is_causal)
 a_number = 3
@@ -199,6 +202,9 @@ def test_the_benchmark_of_strategies_takes_it(folder: Path) -> None:
         ("model.attention", "wrong:without_dv", "it must be a function that gives q, k and v gradients"),
         ("model.attention", "wrong:not_causal", "it must be .* what naive does: its output differs by "),
         ("model.attention", "wrong:nan", "its output differs by nan%"),
+        ("model.attention", "wrong:overwrites", "its output differs by "),
+        ("model.attention", "wrong:as_if_contiguous", "its output differs by "),
+        ("model.attention", "wrong:first_tile", "its output differs by "),
         ("model.attention", "wrong:other_heads", "its output differs by "),
         ("model.attention", "wrong:wrong_backward", "its dv differs by 100%"),
         ("model.attention", "wrong:a_module", "it must be a function, .* without parameters and buffers"),
@@ -218,7 +224,7 @@ def test_a_wrong_name_is_refused_in_one_line(
     (folder / "wrong.py").write_text(WRONG)
     (folder / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     with pytest.raises(SystemExit, match=r"^2$"):
-        main([*TRAIN, "--model.num_kv_heads", "1", f"--{option}", name])
+        main([*TRAIN, "--model.num_kv_heads", "1", "--model.context_length", "64", f"--{option}", name])
     told = capsys.readouterr().err.strip()
     assert "\n" not in told
     assert re.match(f"cs336: {option} is '{name}'.*{message}", told), told

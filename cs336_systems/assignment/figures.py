@@ -55,7 +55,7 @@ class Source:
 
 
 class Figures:
-    """The rows below a folder, of one card where that has them and of any other machine where it has not.
+    """The rows below a folder, of the card if it has them, else of any machine.
 
     card: a machine as rows name it (default: the GPU with the most rows). Raises ValueError if results is no folder or
     has a file that cannot be read as rows.
@@ -93,7 +93,7 @@ class Figures:
         return [_shown(source) for source in self._find(case, where, command)]
 
     def every(self, case: str, command: str = "", **where: Any) -> list[Fields]:
-        """As `rows`, of a machine with a row for each combination of the values in `where`. NoRows if none has."""
+        """As `rows`, but the machine must have a row for each combination of the values in `where`: else NoRows."""
         count = math.prod(len(value) for value in where.values() if isinstance(value, list))
         return [_shown(source) for source in self._find(case, where, command, count)]
 
@@ -265,12 +265,13 @@ FORMATS = {each.__name__: each for each in (number, three_digits, ms, gib, mib, 
 
 
 def plan(command: str, **options: Any) -> list[Section]:
-    """The sections that `cs336 plan COMMAND` prints, with its options.
+    """The sections of `cs336 plan COMMAND` for the benchmarks' step: float32 weights under autocast.
 
     memory, activation and checkpointing take the size of a model, its context_length and the fields of
-    `planner.job.Job`; ddp-overhead takes the run of a row, the bandwidth (bytes/s) and overhead_s (s a call) of an
-    all-reduce. Two have no command: forward is the peak of a forward pass alone, with the options of memory; attention
-    is the memory of plain attention for a batch_size, length and head_size.
+    `planner.job.Job`; scaling and parallelism those of `Layer` and `Mesh`; ddp-overhead the run of a row, the bandwidth
+    (bytes/s) and overhead_s (s a call) of an all-reduce. Two have no command: forward is the peak of a forward pass
+    alone, with the options of memory; attention is the memory of plain attention for a batch_size, length and
+    head_size.
     """
     from ..config.model import ModelConfig
     from ..planner import activations, memory
@@ -299,7 +300,10 @@ def plan(command: str, **options: Any) -> list[Section]:
             return overhead_sections(float(gradient_bytes_of(options.pop("run"))), **options)
         case "attention":
             return activations.attention_sections(**options)
-    raise ValueError(f"plan is {command!r}: it must be a command of cs336 plan, or attention")
+    raise ValueError(
+        f"plan is {command!r}: it must be memory, forward, activation, checkpointing, scaling, "
+        "parallelism, ddp-overhead or attention"
+    )
 
 
 def working(sections: Sequence[Section]) -> str:

@@ -41,7 +41,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     require_at_least(options, "", 1, "batch_size", "devices")
     if bool(options.text) == bool(options.tasks):
-        raise ValueError("text and tasks: one of them must be given")
+        raise ValueError("text and tasks: give exactly one of the two")
     if options.out is not None and not Path(options.out).resolve().parent.is_dir():
         raise ValueError(f"out is {options.out}: its folder does not exist")
     if options.out is not None and Path(options.out).is_dir():

@@ -49,7 +49,7 @@ def tokenizer_of(loaded: "LoadedModel") -> "Tokenizer":
 def export(arguments: Sequence[str]) -> int:
     """Run `cs336 export` and return the exit code."""
     parser = make_parser("export", "Write a trained model in another format.")
-    parser.add_argument("run", type=str, help="Run folder or checkpoint.")
+    parser.add_argument("run", type=str, help="Run folder, checkpoint, or Hugging Face folder.")
     parser.add_argument(
         "--format", choices=["hf"], default="hf", help="hf: a folder that AutoModelForCausalLM.from_pretrained loads."
     )

@@ -62,7 +62,7 @@ def _show_kernels(configs: Sequence[Any], rows: "list[Row]") -> int:
     if measured and not measured[0].config["attention_ranges"]:
         say("attention is split into scores, softmax and values only if it is naive and not compiled")
     for config in configs:
-        if config.tool == "torch":
+        if config.tool == "torch" and config.device != "cpu":
             say(f"the same with Nsight Systems: {shlex.join(nsys_command(config))}")
     files = "shares.png, rows.jsonl and traces (for ui.perfetto.dev) are" if measured else "rows.jsonl is"
     return _finish(rows, f"{files} in {configs[0].folder}")

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 T = TypeVar("T")
 
-_GROUPS = re.compile(r"""(?<![\w./'"-])(?:model|data|optimizer|train|parallel)\.(?=[a-z])""")
+_GROUPS = re.compile(r"""(?<![\w./'"-])(?:model|data|optimizer|train|parallel|sample|checkpoint|log)\.(?=[a-z])""")
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:

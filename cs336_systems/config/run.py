@@ -413,12 +413,12 @@ class RunConfig:
                 f"train.gradient_accumulation_steps, {world_size} x {train.gradient_accumulation_steps}"
             )
         if world_size > 1:
-            accepted = f"another for {world_size} processes together"
+            accepted = f"auto, or a strategy of several processes, because there are {world_size}"
             require_field(parallel, "parallel.strategy", parallel.strategy != "none", accepted)
             accepted = f"auto, cpu or cuda: each of {world_size} processes takes a GPU of its own"
             require_field(train, "train.device", train.device in ("auto", "cpu", "cuda"), accepted)
         is_possible = not (train.cuda_graph is True and parallel.strategy in NOT_RECORDED)
-        accepted = f"none of {', '.join(NOT_RECORDED)} with train.cuda_graph"
+        accepted = f"another than {', '.join(NOT_RECORDED)}, because train.cuda_graph is true"
         require_field(parallel, "parallel.strategy", is_possible, accepted)
 
     def resolved_for(self, world_size: int) -> "RunConfig":

@@ -83,7 +83,7 @@ def weights_rounded_once(
 def quantized(x: Tensor, dtype: torch.dtype, inverse: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x in an FP8 dtype, scaled so that its largest number is the format's, and the factor () that undoes the scaling.
 
-    inverse: that factor, if it is known. A number that is not finite makes it so too, and with it the product.
+    inverse: that factor, if it is known. If x has NaN or infinity, the factor and so the product are not finite.
     """
     largest = torch.finfo(dtype).max
     if inverse is None:

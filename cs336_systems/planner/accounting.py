@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from cs336_basics.shape import ModelShape
 
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: of everything but the inputs of products
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: but for the inputs of products, which have 1
 PLAIN_ATTENTION = ("naive", "scaled_dot_prod_attention")
 """Attention kernels that keep all scores in memory, by registered name."""
 FLASH_ATTENTION = ("auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "flash_triton", "flash_triton_simple",
@@ -386,7 +386,7 @@ def offload_window(count: int, num_layers: int, group: int = 1) -> int:
 
     The copy of block i to host memory ends at the latest with the forward pass of block i + w, and the copy back begins
     with the backward pass of block i + w. So w + 1 blocks are on the GPU. With w = L - K - 1 for the first K of L
-    blocks, they are as many as at the end of the forward pass, and the copies have as much time as that allows. At
+    blocks, that is as many as at the end of the forward pass, and the copies have as much time as it allows. At
     least one block, or one group of checkpointed blocks, runs meanwhile.
     """
     return max(1, (num_layers - count - 1) // group) * group

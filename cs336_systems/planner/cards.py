@@ -71,7 +71,9 @@ def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     for fewer than two sizes and for times that do not grow with them; an o below 0 counts as 0.
     """
     if len(set(sizes)) < 2 or any(t <= 0 for t in seconds):
-        raise ValueError(f"all-reduce times are given for {len(set(sizes))} sizes: they must be for two, and above 0")
+        raise ValueError(
+            f"all-reduce times are given for {len(set(sizes))} sizes: they must be for at least two, and above 0"
+        )
     # The normal equations of t = o + x / w, weighted by 1 / t^2.
     weights = [1 / t**2 for t in seconds]
     total = math.fsum(weights)

@@ -28,7 +28,7 @@ _COLORS = dict(
 
 def memory_parts_table(rows: Sequence[Row]) -> str:
     """Memory by part and moment, peaks and savings over the first variant, and the gathers that end too late."""
-    shown = latest(with_savings(rows), KEYS)
+    shown = with_savings(rows)
     done = [row for row in shown if row.status == "ok"]
     texts = [
         "Of the process with most memory. Peak: since the previous moment. Predicted: the largest size of each part, "
@@ -52,9 +52,9 @@ def memory_parts_table(rows: Sequence[Row]) -> str:
 
 
 def with_savings(rows: Sequence[Row]) -> list[Row]:
-    """Rows with today's prediction, its error, and their savings over the first variant of the same setting."""
+    """The latest rows, with today's prediction, its error, and savings over the first variant of the same setting."""
     found = []
-    for group in grouped(predicted_today(rows), SETTING):
+    for group in grouped(predicted_today(latest(rows, KEYS)), SETTING):
         first_peak, first_predicted = (get(group[0], f"metrics.{name}", None) for name in _PEAKS)
         for row in group:
             peak, predicted = (get(row, f"metrics.{name}", None) for name in _PEAKS)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config.checks import from_json
 from ..config.run import ModelConfig
 from ..planner.accounting import num_parameters
 from ..planner.rows import naming
@@ -46,7 +47,7 @@ def _line(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> tu
     device = f"{processes} x {device}" if processes > 1 else device
     return (
         name,
-        f"{num_parameters(ModelConfig(**config['model']).shape) / 1e6:.1f} M",
+        f"{num_parameters(from_json(ModelConfig, config['model']).shape) / 1e6:.1f} M",
         f"{device}, {get(config, 'train.precision')}",
         number(result, "step", ","),
         *(number(result, loss, ".3f") for loss in _LOSSES),

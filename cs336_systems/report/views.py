@@ -228,7 +228,7 @@ def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) ->
         if view:
             files.append(write_whole(folder / f"{case}.csv", csv_text(shown, view)))
             for plot in view.plots:
-                files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
+                files += draw(plot, shown, folder / f"{case}-{plot.name}.png", VIEWS[case].keys)
             files += view.more(shown, folder) if view.more else []
     return files
 

@@ -105,7 +105,7 @@ def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, P
     """Write a run's newest model as a Hugging Face folder (default: hf in the run folder), in its train.weight_dtype.
 
     Returns its checkpoint and the folder. The log says if it replaces an earlier export. Raises ValueError for a folder
-    that holds anything but an export.
+    of a run, or with other files and no model.safetensors.
     """
     loaded = load_model(path)
     if out is None and is_hf_folder(path):

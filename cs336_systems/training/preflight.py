@@ -6,7 +6,7 @@ from ..config.checks import is_import_path, require
 from ..config.run import SHARDED, RunConfig
 from ..kernels.attention import check_attention
 from ..kernels.fp8_linear import MULTIPLE
-from ..machine.hardware import DTYPES, check_precision, memory_bytes
+from ..machine.hardware import DTYPES, autocast, check_precision, memory_bytes
 from ..parallel import comm
 from ..parallel.ranks import local_world_size
 from ..planner.accounting import least_training_bytes
@@ -45,7 +45,9 @@ def check_config(config: RunConfig, device: torch.device) -> None:
     dtype, has_window = DTYPES[config.train.precision], shape.num_windowed > 0
     attention = config.model.attention
     limits = has_window, config.data.documents
-    check_attention(attention, shape.head_size, dtype, device, group, *limits, config.train.keeps_attention)
+    length = min(shape.context_length, 256)
+    with autocast(device, config.train.precision if config.train.has_masters else "fp32"):  # as in the training loop
+        check_attention(attention, shape.head_size, dtype, device, group, *limits, config.train.keeps_attention, length)
     check_packages(config.log)
 
 

@@ -119,6 +119,13 @@ def test_without_a_limit_every_row_fills_the_context():
     assert result == [[1, 2, 3, 4, 5, 6], [4, 5, 6, 7], []]
 
 
+@pytest.mark.parametrize("limit", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)], ids=str)
+def test_impossible_limits_are_named(limit):
+    (name, value), *_ = limit.items()
+    with pytest.raises(ValueError, match=f"{name} (is )?{value}.*: they must be at least 0, "):
+        generate(small_lm(), PROMPTS, 1, **limit)
+
+
 @pytest.mark.parametrize("count", [0, 17])  # 24 positions, and the longest prompt has 7
 def test_as_many_new_tokens_as_fit_are_accepted(count):
     assert [len(row) for row in generate(small_lm(), PROMPTS, count)] == [count] * 4

@@ -237,6 +237,12 @@ def test_documents_are_ranges_of_positions() -> None:
     assert starts.dtype == ends.dtype == torch.int32
 
 
+def test_documents_with_a_cache_are_refused() -> None:
+    model, tokens = TransformerLM(11, 16, d_model=8, num_layers=1, num_heads=2, d_ff=16), torch.zeros(1, 4).long()
+    with pytest.raises(ValueError, match="documents are given with a cache"):
+        model(tokens, model.new_cache(), documents=Documents.from_tokens(tokens, 0))
+
+
 def test_losses_of_packed_documents_are_those_of_the_documents_alone() -> None:
     model = small_lm().double()
     lengths = (1, 7, 3, 5)

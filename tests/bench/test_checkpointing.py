@@ -56,6 +56,11 @@ def test_groups_keep_their_inputs_only() -> None:
     assert kept[3] - kept[8] == 2 * entry
 
 
+def test_the_first_block_alone_is_not_called_every_block() -> None:
+    named = {policy: measured(policy)[0]["policy"] for policy in ("block", "first_1")}
+    assert named == {"block": "groups", "first_1": "first"}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", ["none", "groups_3"])

@@ -65,7 +65,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("lm-matrix", FLASHDDP | dict(vocab_size=1), "at least 257 to train a tokenizer"),
     ("lm-matrix", FLASHDDP | dict(kernel="flash"), "auto or one of"),
     ("lm-matrix", FLASHDDP | QUICK | dict(kernel="flash"), "auto or one of"),
-    ("lm-matrix", FLASHDDP | dict(val_path="x.npy"), "given where train_path is"),
+    ("lm-matrix", FLASHDDP | dict(val_path="x.npy"), "given if, and only if, train_path is given"),
     ("lm-matrix", FLASHDDP | dict(val_path="y.npy", train_path="x.npy"), "a token file"),
 ]
 ACCEPTED += [(name, {key: other for key, other in others.items() if key != field} | {field: value}, "")

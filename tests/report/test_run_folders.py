@@ -39,6 +39,14 @@ def test_the_number_of_processes_is_shown(tmp_path: Path) -> None:
         assert f"{shown}{threads} CPU threads, fp32 |" in runs_table([tmp_path])
 
 
+def test_lists_of_a_configuration_are_read_as_they_are_written(tmp_path: Path) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    config["model"]["rope_scaling"] = [8.0, 1.0, 4.0, 64.0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(DEMO / "result.json", tmp_path)
+    assert len(runs_table([tmp_path]).splitlines()) == 3
+
+
 def test_runs_without_metrics_are_not_drawn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A run has no metrics before its first step, or if only its result was kept."""
     begun, done = tmp_path / "begun", tmp_path / "done"

@@ -149,7 +149,7 @@ def test_the_command_prints_the_rates_and_writes_every_document_also_on_two_rank
     (tmp_path / "empty.txt").write_text("<|endoftext|>")
     for wrong, message in (
         (["--text", records], "text is .*text.jsonl: .*text.jsonl, record 2 has no text in 'text': delete it, or name"),
-        (["--text", ""], "text and tasks: one of them must be given"),
+        (["--text", ""], "text and tasks: give exactly one of the two"),
         (["--text", tmp_path / "empty.txt"], r"text is .*empty.txt: it must have text besides"),
         (["--text", text, "--out", tmp_path], f"out is {tmp_path}, a folder: it must be a JSON file"),
     ):

@@ -42,6 +42,7 @@ class BucketBench(DDPBench):
     rows of this many processes, otherwise the planner's numbers for the card)."""
 
     case = "bucket-size"
+    options = ("graph",)
 
     def __post_init__(self) -> None:
         if self.rows:

@@ -109,7 +109,7 @@ def measure_all(case: Case, configs: Sequence[CheckpointingBench]) -> Iterable[R
     for config in configs:
         kind, k = config.train_config.checkpointed or ("none", None)
         kept = BUT_ATTENTION if config.train_config.keeps_attention else ""
-        policy = {"policy": "groups" if k == 1 and not kept else kind + kept, "K": k}
+        policy = {"policy": "groups" if (kind, k, kept) == ("every", 1, "") else kind + kept, "K": k}
         for row in each(measure)(case, [config]):
             yield replace(row, config={**row.config, **policy}, metrics={**row.metrics, **_counted(config)})
 

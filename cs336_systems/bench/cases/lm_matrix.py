@@ -64,9 +64,9 @@ class LMMatrixBench:
     val_path: str | None = swept(None)
     """Token file to validate on; give both or neither."""
     epochs: int = swept(1)
-    """Number of tokens to train on, in multiples of the training file. Sequences start anywhere in it."""
+    """Train on this many times the tokens of the training file. Sequences start anywhere in it."""
     max_steps: int | None = swept(None, quick=8)
-    """Maximum number of steps (default: no limit below the epochs)."""
+    """Maximum number of steps (default: all of the epochs)."""
     size: str | None = swept("small", sweep=("small", "medium", "large"), quick=QUICK_SIZE)
     """Named size of the model unless d_model and so on are given; quick is a tiny one."""
     vocab_size: int | None = swept(None)
@@ -101,7 +101,7 @@ class LMMatrixBench:
         require_at_least(self, "", 1, "devices", "epochs", "max_steps", "batch_size", "context_length")
         require(0 < self.tolerance < math.inf, "tolerance", self.tolerance, "above 0 and finite")
         both = (self.train_path is None) == (self.val_path is None)
-        require(both, "val_path", self.val_path, "given where train_path is, and else not")
+        require(both, "val_path", self.val_path, "given if, and only if, train_path is given")
         for name in ("train_path", "val_path"):
             path = getattr(self, name)
             require(path is None or Path(path).is_file(), name, path, "a token file")

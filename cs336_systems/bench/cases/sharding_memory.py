@@ -70,7 +70,7 @@ def measure_on_rank(
     for config in configs:
         at_work(config)
         free_memory()
-        follow = isinstance(config, FSDPBench) and config.variant.startswith("fsdp")
+        follow = isinstance(config, FSDPBench) and config.variant.partition("+")[0] == "fsdp"
 
         def look(trainer: Trainer, follow: bool = follow) -> dict[str, Any]:
             events = profile_step(trainer.train_step, is_first, trainer.device) if follow else []

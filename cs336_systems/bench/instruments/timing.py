@@ -97,7 +97,7 @@ def wait_for(device: torch.device) -> None:
 class Stopwatch:
     """Times laps of work, each until the device has finished it. Starts when it is made."""
 
-    METHOD = "timeit.default_timer around work that ends in torch.cuda.synchronize()"
+    METHOD = "timeit.default_timer around work; on a GPU it ends in torch.cuda.synchronize()"
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = timeit.default_timer) -> None:
         self._device, self._clock = device, clock

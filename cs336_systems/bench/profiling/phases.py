@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ...planner.rows import naming
+
 SNAPSHOT_FILE, PHASES_FILE = "snapshot.pickle", "phases.json"
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer state", "gradients"
 ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
@@ -50,8 +52,9 @@ class Phases:
 
 
 def read_phases(path: Path) -> Phases:
-    """Read a file of `Phases.save`."""
-    content = json.loads(path.read_bytes())
-    names, times = content.pop("names"), content.pop("boundaries_us")
-    held = tuple(Held(**entry) for entry in content.pop("held"))
-    return Phases(names=tuple(names), boundaries_us=tuple(times), held=held, **content)
+    """Read a file of `Phases.save`. Raises ValueError naming one that is not."""
+    with naming(str(path)):
+        content = json.loads(path.read_bytes())
+        names, times = content.pop("names"), content.pop("boundaries_us")
+        held = tuple(Held(**entry) for entry in content.pop("held"))
+        return Phases(names=tuple(names), boundaries_us=tuple(times), held=held, **content)
