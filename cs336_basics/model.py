@@ -4,8 +4,8 @@ By default it is the handout's. `ModelShape` has the options of later models: fe
 norms of queries and keys (Qwen 3), tied embeddings, scaled rotary frequencies, a window of attention (Mistral).
 
 Attention is an argument of the model: any function `attention(q, k, v, is_causal) -> o` that follows the contract of
-`cs336_basics.attention` can replace it without changes to the model. A model with a window also
-gives it `window`, and a batch with documents `documents`.
+`cs336_basics.attention` can replace it without changes to the model. A model with a window also gives it `window`, and
+a batch with documents `documents`.
 
 Shapes: B batch, T positions in this call, S positions in the cache, H heads, D head size.
 """

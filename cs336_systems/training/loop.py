@@ -192,10 +192,9 @@ class Trainer:
         position.step = step
         position.sequences += train.batch_size
         if comm.world_size() > 1:
-            numbers = torch.cat((numbers, numbers.new_full((1,), stop()), numbers[1:]))
-            comm.mean(
-                [numbers[:-1]], "all-reduce of the loss"
-            )  # the last is this rank's norm, to compare with the mean
+            own_norm = numbers[1:]
+            numbers = torch.cat((numbers, numbers.new_full((1,), stop()), own_norm))
+            comm.mean([numbers[:-1]], "all-reduce of the loss")
         return StartedStep(step, first, lr, data_wait_s, start_copy_to_host(numbers))
 
     def finish_step(self, started: StartedStep) -> dict[str, Any]:

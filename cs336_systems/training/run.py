@@ -16,6 +16,7 @@ from ..machine.files import write_whole
 from ..machine.garbage import gc_frozen
 from ..machine.hardware import environment, why_fp8_is_slow
 from ..parallel import comm
+from ..parallel.failure import CollectiveError
 from ..planner.accounting import num_parameters
 from .async_saver import AsyncSaver
 from .build import initial_model
@@ -246,6 +247,8 @@ class Run:
             return None
         try:
             sample = sample_of_trainer(self.trainer, self.data.tokenizer)
+        except CollectiveError:
+            raise
         except Exception as error:  # also of a kernel of your own. Rank 0 alone draws, so no other rank waits
             logger.warning("sample: none, because %s", error)
             return None

@@ -47,12 +47,8 @@ class CollectiveBench:
     def __post_init__(self) -> None:
         check_types(self, "")
         require(2 <= self.world_size <= 1024, "world_size", self.world_size, "2 to 1024")
-        require(
-            self.bytes % 4 == 0 and self.bytes > 0,
-            "bytes",
-            self.bytes,
-            "a multiple of 4 above 0, because a number has 4 bytes",
-        )
+        accepted = "a multiple of 4 above 0, because a number has 4 bytes"
+        require(self.bytes % 4 == 0 and self.bytes > 0, "bytes", self.bytes, accepted)
         require_at_least(self, "", 1, "bytes", "warmup", "calls")
         require(0 < self.budget_s <= 300, "budget_s", self.budget_s, "above 0 and at most 300")
 
