@@ -209,7 +209,7 @@ def test_the_command_on_a_cpu_from_end_to_end(tmp_path: Path, cs336: Run) -> Non
         assert [top["calls"] for top in spans[name]["top"] if top["kernel"] == "aten::mm"] == [calls]
     operations = rows[0].metrics["attention_operations"]
     assert operations == {SCORES: 2 * 2 * 2 * 32 * 32 * 32, SOFTMAX: 5 * 2 * 2 * 2 * 32 * 32, VALUES: 262_144}
-    assert "nsys profile --trace=cuda,nvtx" in said
+    assert "nsys" not in said  # it needs a GPU
     assert make_report(["rows", str(tmp_path / "out" / "rows.jsonl")]) in said
     with gzip.open(tmp_path / "out" / "trace_train_step.json.gz") as file:
         assert {"forward", "backward", "optimizer"} <= {event.get("name") for event in json.load(file)["traceEvents"]}
