@@ -145,7 +145,9 @@ def build(
         )
     figures, start = Figures(results, card), out if links_from is None else links_from
     if card is not None and card not in figures.machines:
-        raise ValueError(f"card is {card!r}: it must be one of {', '.join(figures.machines)}, or left out")
+        known = ", ".join(figures.machines)
+        accepted = f"one of {known}, or left out" if known else f"left out, because {results} has no rows"
+        raise ValueError(f"card is {card!r}: it must be {accepted}")
     pictures = Pictures(out)
     env = environment(figures, pictures, [*([problems] if problems else []), TEMPLATES])
 

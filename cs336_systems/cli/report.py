@@ -79,10 +79,11 @@ def make_report(arguments: Sequence[str]) -> str:
     make_table, plot = (streams_table, plot_streams) if options.what == "streams" else (runs_table, plot_runs)
     text = make_table(paths)
     if options.plot is not None:
-        is_png = Path(options.plot).suffix.lower() in ("", ".png")  # another name could be of another file
+        plotted = Path(options.plot)
+        is_png = plotted.suffix.lower() in ("", ".png") and not plotted.is_dir()  # another name: of another file
         require(is_png, "plot", options.plot, "a PNG file (.png)")
-        folder_to_write(str(Path(options.plot).parent), "the folder of plot")
-        plot(paths, Path(options.plot))
+        folder_to_write(str(plotted.parent), "the folder of plot")
+        plot(paths, plotted)
     return text
 
 

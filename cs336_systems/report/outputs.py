@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..machine.files import write_whole
+from ..planner.rows import naming
 from .pictures import hash_in
 
 RECORD = ".cs336-report.json"
@@ -22,7 +23,10 @@ def write_into(out: Path, make: Callable[[Path], Sequence[Path | str]]) -> list[
 
     Raises ValueError naming the first file that is not the report's own and would be replaced; then nothing changes.
     """
-    record: dict[str, str] = json.loads((out / RECORD).read_text()) if (out / RECORD).is_file() else {}
+    record: dict[str, str] = {}
+    if (out / RECORD).is_file():
+        with naming(str(out / RECORD)):
+            record = dict(json.loads((out / RECORD).read_text()))
     with tempfile.TemporaryDirectory(prefix="cs336-") as made:
         folder = Path(made)
         returned = make(folder)
