@@ -66,6 +66,6 @@ def get_strategy(name: str) -> StrategyFactory:
     try:
         inspect.signature(factory.strategy).bind(None, **dict.fromkeys(factory.options))
     except TypeError as error:
-        accepted = f"a class whose constructor takes a module, and no others than {', '.join(_OPTIONS)}: {error}"
-        require(False, "parallel.strategy", name, accepted)
+        accepted = f"a class whose constructor needs only a module, and perhaps {', '.join(_OPTIONS)}"
+        raise ValueError(f"parallel.strategy is {name!r}: it must be {accepted}: {error}") from error
     return factory

@@ -192,7 +192,7 @@ class Trainer:
         position.step = step
         position.sequences += train.batch_size
         if comm.world_size() > 1:
-            own_norm = numbers[1:]
+            own_norm = numbers[1:]  # stays as it is, for `finish_step` to compare with the mean
             numbers = torch.cat((numbers, numbers.new_full((1,), stop()), own_norm))
             comm.mean([numbers[:-1]], "all-reduce of the loss")
         return StartedStep(step, first, lr, data_wait_s, start_copy_to_host(numbers))

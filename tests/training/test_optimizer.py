@@ -182,6 +182,26 @@ class AutocastTrainer(Trainer):
         self.optimizer = AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
+def check_beside_autocast(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tolerance: float = 0) -> None:
+    """Compare the losses and norms of some steps, and the masters after them if nothing may differ."""
+    with tiny_trainer(config) as trainer:
+        rows = [trainer.train_step() for _ in range(STEPS)]
+        masters = {
+            name: joined(p.detach(), rest_of(p, trainer.optimizer.state[p]))
+            for name, p in trainer.model.named_parameters()
+        }
+    monkeypatch.setattr("tests.training.helpers.Trainer", AutocastTrainer)
+    with tiny_trainer(config) as other:
+        assert isinstance(other, AutocastTrainer)
+        other.reset()
+        for row in rows:
+            again = other.train_step()
+            for name in ("loss", "grad_norm"):
+                assert again[name] == pytest.approx(row[name], rel=tolerance, abs=0)
+        for name, p in other.model.named_parameters() if tolerance == 0 else ():
+            torch.testing.assert_close(p.detach(), masters[name], rtol=2**-22, atol=0)  # see `halves`
+
+
 @pytest.mark.parametrize(
     "train",
     [
@@ -192,22 +212,7 @@ class AutocastTrainer(Trainer):
     ids=str,
 )
 def test_losses_and_norms_have_the_bits_of_autocast(monkeypatch: pytest.MonkeyPatch, train: dict[str, Any]) -> None:
-    config = config_of(**train)
-    with tiny_trainer(config) as trainer:
-        rows = [trainer.train_step() for _ in range(STEPS)]
-        weights = {
-            name: joined(p.detach(), rest_of(p, trainer.optimizer.state[p]))
-            for name, p in trainer.model.named_parameters()
-        }
-    monkeypatch.setattr("tests.training.helpers.Trainer", AutocastTrainer)
-    with tiny_trainer(config) as other:
-        assert isinstance(other, AutocastTrainer)
-        other.reset()
-        for row in rows:
-            again = other.train_step()
-            assert (again["loss"], again["grad_norm"]) == (row["loss"], row["grad_norm"])
-        for name, p in other.model.named_parameters():  # but for the last bit of few: see `halves`
-            torch.testing.assert_close(p.detach(), weights[name], rtol=2**-22, atol=0)
+    check_beside_autocast(config_of(**train), monkeypatch)
 
 
 @pytest.mark.slow
@@ -218,17 +223,7 @@ def test_compiled_losses_and_norms_are_those_of_autocast(
     """Packed, the gradient of an input is rounded once; autocast rounds it for each of q, k and v, and gate and up."""
     if not packs:
         monkeypatch.setattr(loop, "pack_matrices", lambda model: None)
-    config = config_of(compile=True)
-    with tiny_trainer(config) as trainer:
-        rows = [trainer.train_step() for _ in range(STEPS)]
-    monkeypatch.setattr("tests.training.helpers.Trainer", AutocastTrainer)
-    with tiny_trainer(config) as other:
-        assert isinstance(other, AutocastTrainer)
-        other.reset()
-        for row in rows:
-            again = other.train_step()
-            for name in ("loss", "grad_norm"):
-                assert again[name] == pytest.approx(row[name], rel=tolerance, abs=0)
+    check_beside_autocast(config_of(compile=True), monkeypatch, tolerance)
 
 
 def losses_on_sources(device: str, steps: int = 200, **sizes: Any) -> tuple[list[float], list[float]]:

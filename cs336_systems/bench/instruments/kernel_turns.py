@@ -141,16 +141,11 @@ class KernelInTurns:
     def warn_of_wrong_results(self) -> None:
         """Compare a kernel of your own with `naive` on the first 256 tokens of one sequence, without documents."""
         *qkv, do = (x.detach()[:1, ..., :256, :].contiguous() for x in (*self.qkv, self.do))
+        qkv = [x.requires_grad_(self.trains) for x in qkv]
         limits = {name: value for name, value in self.limits.items() if name != "documents"}
         try:
             with without_groups({"model.attention": "kernel"}):
-                check_results(
-                    self.config.kernel,
-                    [x.requires_grad_(self.trains) for x in qkv],
-                    do,
-                    self.config.is_causal,
-                    **limits,
-                )
+                check_results(self.config.kernel, qkv, do, self.config.is_causal, **limits)
         except ValueError as error:
             logger.warning("%s", error)
 

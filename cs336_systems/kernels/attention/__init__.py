@@ -170,7 +170,7 @@ def check_results(name: str, qkv: Sequence[Tensor], do: Tensor, is_causal: bool,
         require(has_all or not qkv[0].requires_grad, "model.attention", name, accepted)
         both.append((o.detach(), *gradients))
     for what, theirs, mine in zip(("output", "dq", "dk", "dv"), *both, strict=False):
-        error, size = ((x.flatten(-2).norm(dim=-1)) for x in (mine.float() - theirs.float(), theirs.float()))
+        error, size = (x.flatten(-2).norm(dim=-1) for x in (mine.float() - theirs.float(), theirs.float()))
         share = float((error / (size + 1e-3)).max())
         accepted = f"a function that computes what naive does: its {what} differs by {share:.0%} on random tensors"
         require(share <= 0.05, "model.attention", name, accepted)
