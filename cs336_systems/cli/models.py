@@ -29,7 +29,7 @@ def generate(arguments: Sequence[str]) -> int:
     run = options.pop("run")
     with without_groups():
         device = use_device(options.pop("device"), or_mps=True)
-    sampling = SampleConfig(**options)
+        sampling = SampleConfig(**options)
     loaded = load_model(run)
     text = sample_text(loaded.build(device), tokenizer_of(loaded), sampling)
     print(visible(text) if sys.stdout is not None and sys.stdout.isatty() else text)

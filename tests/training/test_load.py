@@ -204,7 +204,7 @@ def test_another_text_is_encoded_with_the_tokenizer_of_the_first_run(trained: Pa
         (("generate", "nowhere"), "nowhere does not exist"),
         (("export", "nowhere"), "nowhere does not exist"),
         (("generate", "."), "has no whole one in checkpoints"),
-        (("generate", ".", "--top_p", "2"), "sample.top_p is 2.0"),
+        (("generate", ".", "--top_p", "2"), "cs336: top_p is 2.0"),
         (("import-hf", ".", "--out", "x"), "config.json does not exist"),
         (("export", ".", "--format", "gguf"), "format"),
         (("report", "runs", "nowhere"), "config.json does not exist"),
