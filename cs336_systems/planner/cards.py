@@ -127,7 +127,7 @@ def get_card(name: str, **ceilings: Any) -> Card:
     With a different rate of products or bandwidth it is another card, without a datasheet. Its attention is faster by
     the same factor as its products.
     """
-    another = "describe another card by --memory_gib or by ceilings such as --matmul_tflops"
+    another = "plan memory takes another card's --memory_gib, plan step its rates, such as --matmul_tflops"
     require(name in CARDS, "card", name, f"one of {', '.join(CARDS)}; {another}")
     for field, value in ceilings.items():
         require(0 < value < math.inf, field, value, "above 0 and finite")
