@@ -114,8 +114,9 @@ def restore_state(
 def _read(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards
 ) -> tuple[dict[str, Tensor], bool]:
-    """This rank's tensors from a checkpoint, and whether any is new to the optimizer. The others are filled in
-    place. A weight whose checkpoint has a lower half where the optimizer has none, or the reverse, is converted.
+    """This rank's tensors from a checkpoint, and whether any is new to the optimizer. The others are filled in place.
+
+    A weight whose checkpoint has a lower half where the optimizer has none, or the reverse, is converted.
     """
     parameters = dict(model.named_parameters())
     own = {p for group in optimizer.param_groups for p in group["params"]} - _of_other_ranks(optimizer)
