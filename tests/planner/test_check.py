@@ -115,7 +115,7 @@ def test_the_documents_say_how_far_off_the_rows_are() -> None:
         return found, large, small
 
     with_masters, *_ = recorded_of(*WITH_MASTERS)
-    on_h200, large_on_h200, small_on_h200 = recorded_of("train-step/train-step")
+    on_h200, large_on_h200, small_on_h200 = recorded_of("train-step/train-step", "train-step/fp8/train-step")
 
     def within(found: Any, kind: str = "seconds") -> str:
         return f"within {math.ceil(largest(getattr(each, kind) for each in found))} %"
