@@ -137,6 +137,7 @@ def test_the_benchmark_warns_of_a_kernel_that_is_wrong(folder: Path, caplog: pyt
         (config, *_) = configurations(case, {"kernel": (name,)}, quick=True)
         (row,) = case.measure([config])
         assert (row.status, len(caplog.messages)) == ("ok", warnings)
+        assert ("what naive does: its output differs by" in rows_table([row])) == bool(warnings)
     assert caplog.messages[0].startswith("kernel is 'wrong:not_causal': it must be a function that computes what naive")
 
 

@@ -84,6 +84,7 @@ def make_report(arguments: Sequence[str]) -> str:
         require(is_png, "plot", options.plot, "a PNG file (.png)")
         folder_to_write(str(plotted.parent), "the folder of plot")
         plot(paths, plotted)
+        text += f"\n\n{plotted}"
     return text
 
 

@@ -12,9 +12,9 @@ _NAMES = ("train_text", "hf_path", "hf_name")
 
 
 def _default_folder(source: str, *names: str | None) -> str:
-    """data/SOURCE, then the path of the user's text or dataset as folders, without the ending of its name."""
+    """data/SOURCE, then the path of the user's text or dataset as folders."""
     text = Path(*(str(name) for name in names if name))
-    parts = (part.replace("*", "all") for part in (*text.parts[:-1], text.stem) if part not in ("", "/", ".."))
+    parts = (part.replace("*", "all") for part in text.parts if part not in ("/", ".."))
     return "/".join(("data", str(source), *parts))
 
 

@@ -43,6 +43,11 @@ def _against(rows: Sequence[Row], field: str, reference: Any) -> list[Row]:
     return with_speedups(rows, "forward_backward_ms", "over_best_peer", "kernel", *PEERS)
 
 
+def _wrong_results(row: Row) -> str:
+    """What is wrong with a kernel of your own; '' if nothing is."""
+    return str(row.metrics.get("wrong_results", ""))
+
+
 def _as_tiers(rows: Sequence[Row]) -> list[Row]:
     """Rows of `attention-sweep` with the tier as on the command line, and their speed-up over naive attention."""
     named = [replace(row, config={**row.config, "tier": ":".join(map(str, row.config["tier"]))}) for row in rows]
@@ -102,6 +107,7 @@ ATTENTION_VIEWS: dict[str, View] = {
                 ("tflops", _SUM_TFLOPS, "x"),
             )
         ),
+        details=_wrong_results,
         derive=lambda rows: _against(rows, "kernel", "naive"),
     ),
     "kernels": View(
@@ -116,8 +122,11 @@ ATTENTION_VIEWS: dict[str, View] = {
             Column("first call (s)", "first_call_s", ".1f"),
         ),
         plots=(Plot(name="tflops", y=_SUM_TFLOPS, x="shape", lines=("kernel",), kind="bar", files=("dtype",)),),
-        # older rows have the kernel only as their variant
-        derive=lambda rows: [replace(row, config={"kernel": row.variant, **row.config}) for row in rows],
+        details=_wrong_results,
+        # older rows have the kernel only as their variant, and their host_time was true
+        derive=lambda rows: [
+            replace(row, config={"kernel": row.variant, "host_time": True, **row.config}) for row in rows
+        ],
     ),
     "leaderboard-2025": View(
         keys=("num_heads", "length", "head_size", "dtype", "rep_ms", "warmup_ms", "kernel", "compile"),

@@ -71,6 +71,6 @@ class View:
     derive: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     """Adds metrics that compare several rows, such as speed-ups."""
     details: Callable[[Row], str] | None = None
-    """Text below the table for each successful row; equal texts are written once."""
+    """Text below the table for each successful row, or ''; equal texts are written once."""
     more: Callable[[Sequence[Row], Path], list[Path]] | None = None
     """Writes further files beside the table and the plots."""

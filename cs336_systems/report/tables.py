@@ -32,7 +32,7 @@ def table(rows: Sequence[Row], view: View) -> str:
     if errors := dict.fromkeys(f"- failed: {plain(row.error or '')}" for row in rows if row.status == "error"):
         parts.append("\n".join(errors))
     details = dict.fromkeys(view.details(row) for row in rows if view.details and row.status == "ok")
-    return "\n\n".join([*parts, *details])
+    return "\n\n".join([*parts, *filter(None, details)])
 
 
 def csv_text(rows: Sequence[Row], view: View) -> str:

@@ -16,6 +16,8 @@ from cs336_basics.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
+_HASHED = {"tokenizer": "the tokenizer differs", "training tokens": "the training tokens differ"}
+
 MANIFEST = "manifest.json"
 _FORMAT = 2
 """Since 2, a bfloat16 weight may be the upper half of its master (`optimizer.halves`)."""
@@ -133,7 +135,7 @@ def check_identity(
     defaults["optimizer.name"] = "adamw"
     here, there = defaults | identity, defaults | manifest.identity
     differing = [
-        f"{name} is {here.get(name)!r} here and {there.get(name)!r} there"
+        _HASHED.get(name, f"{name} is {here.get(name)!r} here and {there.get(name)!r} there")
         for name in sorted(identity if partly else {*here, *there})
         if here.get(name) != there.get(name)
     ]

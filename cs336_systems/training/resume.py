@@ -100,7 +100,8 @@ class Plan:
         if self.resumed is not None:
             checkpoint, manifest = self.resumed
             changed = _changed_data(self.config, manifest)
-            check_identity(checkpoint, manifest, identity, changed)
+            text_changed = "the text or its files have changed; init_from takes the weights alone"
+            check_identity(checkpoint, manifest, identity, changed or [text_changed])
             for field in changed:
                 if field.startswith("data.valid"):
                     logger.warning("resume: %s: validation losses before and after may be of different texts", field)

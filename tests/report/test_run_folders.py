@@ -68,7 +68,8 @@ def test_runs_without_a_result_are_drawn(tmp_path: Path, capsys: pytest.CaptureF
         for name in ("config.json", "metrics.jsonl"):
             shutil.copy(DEMO / name, run_dir)
     assert report(["runs", *map(str, runs), "--plot", str(tmp_path / "drawn.png")]) == 0
-    assert capsys.readouterr().out.endswith("none of these runs has a result.json\n")  # warnings may come before it
+    told = capsys.readouterr().out  # warnings may come before it
+    assert told.endswith(f"none of these runs has a result.json\n\n{tmp_path / 'drawn.png'}\n")
     plot_runs(runs, tmp_path / "both.png")
     assert (tmp_path / "drawn.png").read_bytes() == (tmp_path / "both.png").read_bytes()
 

@@ -76,9 +76,9 @@ def test_a_text_that_cannot_be_used_is_named(train_text: Callable[..., str], wro
 @pytest.mark.parametrize(
     "text, valid_text, field",
     [
-        (b"once upon a time, twice upon a dime", None, "data.train_tokens data/text/input/train.npy"),
-        ("日本語".encode(), None, "data.train_tokens data/text/input/train.npy"),
-        (b"one two three " * 30, "Once.", "data.valid_tokens data/text/input/valid.npy"),
+        (b"once upon a time, twice upon a dime", None, "data.train_tokens data/text/input.txt/train.npy"),
+        ("日本語".encode(), None, "data.train_tokens data/text/input.txt/train.npy"),
+        (b"one two three " * 30, "Once.", "data.valid_tokens data/text/input.txt/valid.npy"),
     ],
 )
 def test_text_shorter_than_a_context_says_how_much_is_needed(
@@ -94,7 +94,7 @@ def test_text_shorter_than_a_context_says_how_much_is_needed(
 def test_a_vocabulary_without_room_for_every_byte_is_refused(train_text: Callable[..., str]) -> None:
     message = train_text(GOOD_TEXT, "--model.vocab_size=256")
     assert message.startswith("model.vocab_size is 256: it must be at least 257 to train a tokenizer")
-    assert not Path("data/text/input/tokenizer.json.stamp.json").exists()
+    assert not Path("data/text/input.txt/tokenizer.json.stamp.json").exists()
     assert "at least 257 to train a tokenizer" in train_text(GOOD_TEXT, "--model.vocab_size=0")
 
 

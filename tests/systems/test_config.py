@@ -206,9 +206,9 @@ def test_files_lie_in_the_data_dir_unless_given() -> None:
     "text, folder",
     [
         (None, "data/text"),
-        ("input.txt", "data/text/input"),
-        ("a/input.txt", "data/text/a/input"),
-        ("../b/input.tar.txt", "data/text/b/input.tar"),
+        ("input.txt", "data/text/input.txt"),
+        ("a/input.parquet", "data/text/a/input.parquet"),
+        ("../b/*.txt", "data/text/b/all.txt"),
         ("/c/input", "data/text/c/input"),
     ],
 )
@@ -217,7 +217,9 @@ def test_each_text_has_a_data_dir_of_its_own(text: str | None, folder: str) -> N
 
 
 def test_each_configuration_of_a_dataset_has_a_data_dir_of_its_own() -> None:
-    assert DataConfig(source="hf", hf_path="allenai/c4", hf_name="en").data_dir == "data/hf/allenai/c4/en"
+    for name in ("20231101.en", "20231101.fr"):
+        data = DataConfig(source="hf", hf_path="wikimedia/wikipedia", hf_name=name)
+        assert data.data_dir == f"data/hf/wikimedia/wikipedia/{name}"
 
 
 def test_training_tokens_elsewhere_have_no_default_tokenizer() -> None:
@@ -359,7 +361,7 @@ def test_the_resolved_form_is_plain_json() -> None:
         **dict(window=None, window_every=1),
         **{**TINY, "size": None, "rope_theta": 5e5, "attention": "naive"},
     }
-    assert written["data"]["tokenizer"] == "data/text/a b/tokenizer.json"
+    assert written["data"]["tokenizer"] == "data/text/a b.txt/tokenizer.json"
 
 
 def _data_of(data: dict[str, Any], file: Any, *arguments: str) -> DataConfig:

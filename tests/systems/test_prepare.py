@@ -361,10 +361,10 @@ def test_the_text_itself_is_not_replaced_by_a_sidecar(two_texts: Path) -> None:
 
 def test_another_text_leaves_the_files_of_the_first_by_default(two_texts: Path) -> None:
     prepare_data(text_config(data_dir=None))
-    before = contents("data/text/input")
+    before = contents("data/text/input.txt")
     prepare_data(text_config(data_dir=None, train_text="valid.txt"))
-    assert contents("data/text/input") == before
-    assert contents("data/text/valid").keys().isdisjoint(before)
+    assert contents("data/text/input.txt") == before
+    assert contents("data/text/valid.txt").keys().isdisjoint(before)
 
 
 def test_a_tokenizer_in_another_runs_data_is_used_as_it_is(stages: Any) -> None:

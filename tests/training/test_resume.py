@@ -218,7 +218,9 @@ def test_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -> None:
         train(text_config("auto", skip_data=True))
     for sidecar in (tmp_path / "data" / "train.json", tmp_path / "data" / "valid.json"):
         sidecar.unlink()
-    with pytest.raises(ValueError, match="of another run: tokenizer is"):
+    with pytest.raises(
+        ValueError, match="of another run: the tokenizer differs; the text or its files have changed; init_from takes"
+    ):
         train(text_config("auto", skip_data=True))
 
 
@@ -251,7 +253,7 @@ def test_a_refused_resume_leaves_the_runs_data_as_it_was(tmp_path: Path, changed
         train(on_text(tmp_path, "auto", **{changed: value}))
     assert contents(tmp_path / "d") == before
     # With a folder of its own nothing would be lost, so that the tokens themselves say it.
-    with pytest.raises(ValueError, match=f"training tokens is .*; data.data_dir is .*/e' here .*; data.{changed} is"):
+    with pytest.raises(ValueError, match=f"tokens differ; data.data_dir is .*/e' here .*; data.{changed} is"):
         train(on_text(tmp_path, "auto", data_dir=str(tmp_path / "e"), **{changed: value}))
 
 
