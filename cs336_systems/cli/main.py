@@ -10,7 +10,14 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
-from ..machine.console import Ended, by_command, launched_rank, one_line, start_console
+from ..machine.console import (
+    Ended,
+    by_command,
+    imports_end_at_interrupts,
+    launched_rank,
+    one_line,
+    start_console,
+)
 from .arguments import wrong_choice
 
 # The function that runs each command, and its line in the help. Imported when needed, because most load PyTorch.
@@ -72,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_USAGE, file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else 2)
     try:
-        code = run_command(arguments[0], arguments[1:])
+        with imports_end_at_interrupts():
+            code = run_command(arguments[0], arguments[1:])
         if sys.stdout is not None:  # it is None if the shell closed it: `>&-`
             sys.stdout.flush()
         sys.exit(code)

@@ -80,10 +80,11 @@ def _shape(options: Any) -> ModelShape:
     model: dict[str, Any] = {"context_length": MODEL_SIZES.get(size or "", {}).get("context_length", 512)}
     model |= {name: value for name in SHAPE_FIELDS if (value := getattr(options, name)) is not None}
     model |= {name: getattr(options, name) for name in _OPTIONS}
-    try:
-        return ModelConfig(size=size, **model).shape
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.", "")) from error
+    with without_groups():
+        shape = ModelConfig(size=size, **model).shape
+    most = 100_000  # a plan looks at each block, and at each size of groups of blocks
+    require(shape.num_layers <= most, "num_layers", shape.num_layers, f"at most {most:,}")
+    return shape
 
 
 def _job(options: Any, memory_gib: float | None = None) -> Job:
@@ -118,6 +119,8 @@ def _print(sections: Sequence[Section], options: Any) -> int:
 def _planned(job: Job, options: Any, card: Card, memory_gib: float) -> Section:
     """The assumptions of a plan, and whether its peak fits the card. Raises ValueError if it lacks the precision."""
     card.check(job.precision)
+    host = options.host_memory_gib
+    require(host is None or 0 < host < 1e6, "host_memory_gib", host, "above 0 and below 1e6")
     shape = [f"{name} {getattr(job.shape, name):,}" for name in (*SIZE_FIELDS, "vocab_size", "context_length")]
     defaults = ModelShape.defaults()
     shape += [f"{name} {value}" for name in _OPTIONS if (value := getattr(job.shape, name)) != defaults[name]]
@@ -134,7 +137,7 @@ def _planned(job: Job, options: Any, card: Card, memory_gib: float) -> Section:
     notes = [f"{_size(options) or 'own shape'}: {', '.join(shape)}", f"a GPU's step: {', '.join(chosen)}"]
     notes.append(f"{card.name} of {memory_gib:g} GiB, {found}: the peak of {show(needed, 'bytes')} {why[found]}")
     if job.offloaded_blocks:
-        notes.append(offload_note(job, card, options.host_memory_gib and options.host_memory_gib * GIB))
+        notes.append(offload_note(job, card, host and host * GIB))
     if job.world_size == 1 and (job.strategy != "none" or job.shard_optimizer):
         notes.append("one GPU shares nothing: set the number of GPUs with --world_size")
     return Section("Planned", (), tuple(notes))
@@ -190,9 +193,7 @@ def _activation(arguments: Sequence[str]) -> int:
 def _checkpointing(arguments: Sequence[str]) -> int:
     options = parse(_job_parser("checkpointing", *_BLOCK), arguments)
     require(options.precision != "fp8", "precision", "fp8", "fp32, bf16 or fp16, as in cs336 bench checkpointing")
-    job, most = _job(options), 100_000  # every group size is tried
-    require(job.shape.num_layers <= most, "num_layers", job.shape.num_layers, f"at most {most:,}")
-    return _print(checkpointing_sections(job), options)
+    return _print(checkpointing_sections(_job(options)), options)
 
 
 def _ddp_overhead(arguments: Sequence[str]) -> int:

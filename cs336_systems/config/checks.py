@@ -70,7 +70,7 @@ def describe_type(hint: Any) -> str:
     if get_origin(hint) is tuple:
         count = len(get_args(hint))
         return f"a list of {count} numbers, such as [{', '.join(['0.5'] * count)}]"
-    names = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+    names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", NoneType: "null"}
     return names.get(hint, f"a {hint.__name__}")
 
 

@@ -9,6 +9,8 @@ from .checks import check_types, require
 
 DEFAULT_VOCAB_SIZE = 10_000
 DEFAULT_CONTEXT_LENGTH = 256
+FP8_MULTIPLE = 16
+"""Sizes of FP8 products are multiples of 16. With another number of tokens dW is a 16-bit product."""
 
 # Table 1 of the 2025 handout, its 10B model, and the 8B model of the 2026 leaderboard.
 MODEL_SIZES: dict[str, dict[str, int]] = {
@@ -94,3 +96,15 @@ class ModelConfig:
         """The resolved architecture."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(ModelShape)}
         return ModelShape(**values)
+
+
+def check_fp8(shape: ModelShape) -> None:
+    """Raise ValueError naming a width of the blocks that FP8 products do not take."""
+    widths = {
+        "model.d_model": shape.d_model,
+        "model.d_ff": shape.d_ff,
+        "model.num_heads times the head size": shape.num_heads * shape.head_size,
+        "model.num_kv_heads times the head size": shape.kv_heads * shape.head_size,
+    }
+    for name, width in widths.items():
+        require(width % FP8_MULTIPLE == 0, name, width, f"a multiple of {FP8_MULTIPLE} with train.precision 'fp8'")

@@ -372,6 +372,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "")
+        require_field(self, "run_dir", self.run_dir != "", "a folder, or left out")
         if self.resume == "auto":
             require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
         context_length, optimizer = self.model.shape.context_length, self.optimizer

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from cs336_basics.attention import without_autocast
 from cs336_basics.model import Linear
 
+from ..config.model import FP8_MULTIPLE
+
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
-"""Sizes of FP8 products are multiples of 16. With another number of tokens dW is a 16-bit product."""
 
 
 def use_fp8(model: nn.Module) -> None:
@@ -34,10 +34,10 @@ def use_fp8(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            if any(size % MULTIPLE for size in module.weight.shape):
+            if any(size % FP8_MULTIPLE for size in module.weight.shape):
                 raise ValueError(
                     f"{name}.weight has shape {tuple(module.weight.shape)}: with train.precision 'fp8' both sizes must "
-                    f"be multiples of {MULTIPLE}"
+                    f"be multiples of {FP8_MULTIPLE}"
                 )
             module.__class__ = Fp8Linear
             for buffer in ("rounded", "inverse"):
@@ -117,7 +117,7 @@ class _Fp8Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             w8, inverse = quantized(weight, FORWARD) if rounded is None else (rounded, inverse)
             dx = product((dy8, dy_inverse), (w8.t(), inverse), dy.dtype).view(x.shape)
-        if ctx.needs_input_grad[1] and len(rows) % MULTIPLE:
+        if ctx.needs_input_grad[1] and len(rows) % FP8_MULTIPLE:
             dW = dy_rows.t() @ rows
         elif ctx.needs_input_grad[1]:
             x8, _ = quantized(rows, FORWARD, x_inverse)

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 COMMAND = "CS336_COMMAND"
 """Environment variable with the user's command. Rows record it."""
@@ -120,6 +121,29 @@ def no_interrupts_inherited() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def imports_end_at_interrupts() -> Iterator[None]:
+    """Let SIGINT during an import end the process at once, with exit code 130.
+
+    PyTorch and NumPy swallow a KeyboardInterrupt there, and stay half imported.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if any(each.f_code.co_filename == "<frozen importlib._bootstrap>" for each, _ in traceback.walk_stack(frame)):
+            os.write(2, b"cs336: interrupted\n")
+            os._exit(130)
+        signal.default_int_handler(number, frame)
+
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Ended(KeyboardInterrupt):

@@ -13,7 +13,9 @@ from ..config.checks import (
     offloaded_blocks,
     require,
     require_at_least,
+    without_groups,
 )
+from ..config.model import check_fp8
 from ..config.run import SHARDED
 from .accounting import FLASH_ATTENTION, KINDS, NUMBER_BYTES, PLAIN_ATTENTION, offload_window, widths
 
@@ -130,6 +132,9 @@ class Job:
             object.__setattr__(self, "bucket_size_mb", IN_BUCKETS[strategy])
 
     def _check_shape(self) -> None:
+        if self.precision == "fp8":
+            with without_groups():
+                check_fp8(self.shape)
         tied, window, kernels = self.shape.tie_embeddings, self.shape.window, ", ".join(WITH_WINDOW)
         accepted = "another than torch_fsdp with tie_embeddings true: there is no prediction for both"
         require(not (tied and self.strategy == "torch_fsdp"), "strategy", self.strategy, accepted)

@@ -124,15 +124,21 @@ def compilation_pays(config: RunConfig, device: torch.device) -> bool:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile works: on a GPU it needs Triton, on a CPU a C++ compiler and Python's headers."""
+    """Whether torch.compile works. Logs why not."""
+    if reason := why_not_compiled(device):
+        logger.info("blocks are not compiled, because PyTorch cannot: %s", reason)
+    return reason is None
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """What torch.compile lacks: on a GPU it needs Triton, on a CPU a C++ compiler and Python's headers."""
     if device.type == "cuda":
-        return importlib.util.find_spec("triton") is not None
+        return None if importlib.util.find_spec("triton") else "Triton is not installed"
     try:
         torch.compile(torch.neg)(torch.ones(1))
     except Exception as error:
-        logger.info("blocks are not compiled, because PyTorch cannot: %s", str(error).partition("\n")[0])
-        return False
-    return True
+        return str(error).partition("\n")[0]
+    return None
 
 
 def why_not_recorded(config: RunConfig, device: torch.device) -> str | None:

@@ -25,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..config.run import RunConfig
 from ..machine.console import Ended, check_single_process, start_console
+from ..machine.files import write_whole
 from ..machine.hardware import select_device, use_device
 from ..parallel import comm, failure
 from ..parallel.ranks import environment_rank, launched, local_rank, local_world_size
@@ -36,6 +37,7 @@ _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (ValueError, FileNotFoundError, NonFiniteError, CheckpointError, failure.CollectiveError)
 }
+_PID = "pid"  # a file beside the report of each process
 _SAVING_S = 600  # time to write a checkpoint after a signal
 CALL = ["-m", f"{__package__}.one_rank"]
 """Arguments of Python with which a process calls a function, module:name, with a list of the texts after it."""
@@ -114,11 +116,24 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
         elastic_launch(launcher, sys.executable)(*program, str(os.getpid()))
     except ChildFailedError as error:
         raise _failure(error.failures, folder) from None
+    except SignalException:  # of several interrupts the last does not wait for the processes
+        _kill_processes(folder)
+        raise
     finally:
         if in_main_thread:
             signal.signal(signal.SIGINT, handler)
         os.environ.clear()
         os.environ.update(before)
+
+
+def _kill_processes(folder: Path) -> None:
+    """Kill the processes of this launch that still run."""
+    for file in folder.rglob(_PID):
+        pid = int(file.read_text())
+        with contextlib.suppress(ChildProcessError):  # it has ended
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def check_devices(device: str, count: int, name: str = "parallel.devices") -> None:
@@ -211,6 +226,8 @@ def child_process(parent: str) -> Iterator[None]:
 
     If the parent is gone, this process gets SIGTERM (Linux only).
     """
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        write_whole(Path(report).with_name(_PID), str(os.getpid()))
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM)

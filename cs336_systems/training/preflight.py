@@ -2,16 +2,16 @@
 
 import torch
 
-from ..config.checks import is_import_path, require
+from ..config.checks import is_import_path, require_field
+from ..config.model import check_fp8
 from ..config.run import SHARDED, RunConfig
 from ..kernels.attention import check_attention
-from ..kernels.fp8_linear import MULTIPLE
 from ..machine.hardware import DTYPES, autocast, check_precision, memory_bytes
 from ..parallel import comm
 from ..parallel.ranks import local_world_size
 from ..planner.accounting import least_training_bytes
 from ..planner.job import MASTER_BYTES
-from .auto import choose_offload
+from .auto import choose_offload, why_not_compiled
 from .batches import micro_batch_size
 from .build import strategy_of
 from .metrics import check_packages
@@ -27,20 +27,17 @@ def check_config(config: RunConfig, device: torch.device) -> None:
             f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}; give "
             "--train.cuda_graph false, or a configuration for a CPU"
         )
+    if config.train.compile is True or config.train.compile_memory_budget < 1:
+        reason = why_not_compiled(device)
+        accepted = f"false, with train.compile_memory_budget 1, because PyTorch cannot compile here: {reason}"
+        require_field(config.train, "train.compile", reason is None, accepted)
     if shortage := memory_shortage(config, device):
         raise ValueError(shortage)
     choose_offload(config, device)
     strategy_of(config)
     shape = config.model.shape
     if config.train.precision == "fp8":
-        widths = {
-            "model.d_model": shape.d_model,
-            "model.d_ff": shape.d_ff,
-            "model.num_heads times the head size": shape.num_heads * shape.head_size,
-            "model.num_kv_heads times the head size": shape.kv_heads * shape.head_size,
-        }
-        for name, width in widths.items():
-            require(width % MULTIPLE == 0, name, width, f"a multiple of {MULTIPLE} with train.precision 'fp8'")
+        check_fp8(shape)
     group = shape.num_heads // shape.kv_heads
     dtype, has_window = DTYPES[config.train.precision], shape.num_windowed > 0
     attention = config.model.attention

@@ -223,6 +223,12 @@ def test_check_reads_all_row_files_below_a_folder(plan: Run, tmp_path: Path) -> 
         (("ddp-overhead", "--rows", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
         (("parallelism", "--x", "0"), "x is 0: it must be at least 1"),
         (("checkpointing", *NARROW, "--num_layers", "100000000"), "num_layers is 100000000: it must be at most"),
+        (("memory", *NARROW, "--num_layers", "100000000"), "num_layers is 100000000: it must be at most"),
+        (("memory", "--host_memory_gib", "-1"), "host_memory_gib is -1.0: it must be above 0"),
+        (
+            ("step", "--precision", "fp8", "--d_model", "100", "--d_ff", "64", "--num_layers", "2", "--num_heads", "2"),
+            "d_model is 100: it must be a multiple of 16 with precision 'fp8'",
+        ),
         (
             ("memory", "--size", "xl", "--activation_checkpointing", "groups_49"),
             "activation_checkpointing is 'groups_49': it must be none, block, first_K, every_K or groups_K with K from "

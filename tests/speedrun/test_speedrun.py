@@ -220,7 +220,7 @@ def test_a_machine_without_a_compiler_goes_on_without(
     [
         (["--minutes", "0"], "minutes is 0"),
         (["--minutes", "nan"], "minutes is nan"),
-        (["--minutes", "x"], "minutes is x: it must be a number"),
+        (["--minutes", "x"], "minutes is x: it must be a finite number"),
         (["--epochs", "-1"], "epochs is -1"),
         (["--minutes", "1", "--epochs", "1"], "epochs is 1.0: it must be left out where minutes is given"),
         (["--size", "huge"], "size is 'huge': it must be one of nano, micro"),

@@ -321,6 +321,26 @@ def test_a_signal_sets_the_exit_code(
     assert (__file__ in said) == isinstance(raised, RuntimeError)
 
 
+INTERRUPTED = """
+from cs336_systems.cli import main as cli
+def command(*_):
+    try:
+        import interrupted
+    except KeyboardInterrupt:
+        return 0
+    import os, signal
+    os.kill(os.getpid(), signal.SIGINT)
+cli.run_command = command
+cli.main(["train"])
+"""
+
+
+@pytest.mark.parametrize("is_in_import", [True, False])
+def test_an_interrupt_ends_the_command_even_if_an_import_swallows_it(is_in_import: bool, folder: Path) -> None:
+    (folder / "interrupted.py").write_text("import os\nos.kill(os.getpid(), 2)\n" if is_in_import else "")
+    assert process(code=INTERRUPTED, fresh=True) == (130, "", "cs336: interrupted\n")
+
+
 @pytest.mark.parametrize(
     "environment, message",
     [

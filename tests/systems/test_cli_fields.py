@@ -177,7 +177,7 @@ NOT_OF_THE_TYPE: dict[Any, list[Any]] = {  # annotation -> values that JSON can 
 }
 IN_WORDS = {
     int: "an integer",
-    float: "a number",
+    float: "a finite number",
     bool: "true or false",
     str: "text",
 }

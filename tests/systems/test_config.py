@@ -161,6 +161,7 @@ TOGETHER: list[tuple[type, dict[str, Any], str]] = [
     (RunConfig, dict(model=ModelConfig(**TINY), optimizer=OptimizerConfig(name="muon"),
                      train=TrainConfig(precision="bf16", weight_dtype="bf16")),
      r"train\.weight_dtype is 'bf16': it must be 'fp32' with optimizer\.name 'muon'"),
+    (RunConfig, dict(model=ModelConfig(**TINY), run_dir=""), "run_dir is '': it must be a folder, or left out"),
     (RunConfig, dict(model=ModelConfig(**TINY), resume="auto"), "run_dir is null: .* where resume is 'auto'"),
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.parallel import comm
-from cs336_systems.training import auto
+from cs336_systems.training import auto, preflight
 from cs336_systems.training.auto import resolve
 
 from .helpers import make_config, tiny_trainer
@@ -50,6 +50,16 @@ def test_without_a_compiler_a_cpu_says_so(monkeypatch: pytest.MonkeyPatch, caplo
     with caplog.at_level(logging.INFO):
         assert not auto.can_compile(CPU)
     assert caplog.messages == ["blocks are not compiled, because PyTorch cannot: No working C++ compiler found"]
+
+
+@pytest.mark.parametrize("how, value", [(dict(compile=True), "true"), (dict(compile_memory_budget=0.5), "'auto'")])
+def test_compilation_that_cannot_be_is_refused_first(
+    how: dict[str, Any], value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "why_not_compiled", lambda device: "No working C++ compiler found")
+    message = f"^train.compile is {value}: it must be false, with .*: No working C.. compiler found$"
+    with pytest.raises(ValueError, match=message):
+        preflight.check_config(make_config(Path("unused"), train=how), CPU)
 
 
 def test_a_share_of_activations_is_kept_only_by_the_compiler(tmp_path: Path) -> None:

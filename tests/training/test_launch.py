@@ -57,6 +57,8 @@ def accident(self, *arguments):
         if fault == "hangs":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # PyTorch's agent waits 30 s before it sends SIGKILL
             time.sleep(1000)
+        if fault == "is busy":
+            time.sleep(1000)
         if fault == "is told to stop":
             os.kill(os.getpid(), signal.SIGTERM)
     return step(self, *arguments)
@@ -234,6 +236,20 @@ def test_ranks_that_raise_at_different_places_on_gpus_end(tmp_path: Path) -> Non
     failed = run_train(config, COMMAND.format(program=str(program), fault="none"), timeout=120)
     assert failed.returncode == 1
     assert "the dog ate my gradients" in failed.stderr
+    assert not processes_of(str(tmp_path))
+
+
+def test_the_third_interrupt_kills_ranks_that_are_busy(tmp_path: Path) -> None:
+    config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=60.0))
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHED)
+    with running_train(config, COMMAND.format(program=str(program), fault="is busy")) as process:
+        wait_until(has_rows(config, 6), process)
+        for _ in range(3):
+            time.sleep(1)
+            process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=20)[1]
+    assert (process.returncode, err) == (130, "cs336: interrupted\n")
     assert not processes_of(str(tmp_path))
 
 
