@@ -136,7 +136,8 @@ def imports_end_at_interrupts() -> Iterator[None]:
             os._exit(130)
         signal.default_int_handler(number, frame)
 
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    is_main = threading.current_thread() is threading.main_thread()  # Python allows handlers only there
+    is_default = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:
         signal.signal(signal.SIGINT, interrupt)
     try:
