@@ -139,6 +139,10 @@ def test_the_benchmark_warns_of_a_kernel_that_is_wrong(folder: Path, caplog: pyt
         assert (row.status, len(caplog.messages)) == ("ok", warnings)
         assert ("what naive does: its output differs by" in rows_table([row])) == bool(warnings)
     assert caplog.messages[0].startswith("kernel is 'wrong:not_causal': it must be a function that computes what naive")
+    (config, *_) = configurations(case, {"kernel": ("wrong:with_logsumexp",)}, quick=True)
+    (row,) = case.measure([config])
+    assert row.error is not None
+    assert "output is 'tuple': it must be a tensor" in row.error
 
 
 @pytest.mark.parametrize("model, micro_batches", [("awkward", 1), ("transformer", 2)])

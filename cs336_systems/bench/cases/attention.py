@@ -141,8 +141,9 @@ class AttentionBench:
         return attention_flops(q, k[-2], self.is_causal, products)
 
     def check_output(self, o: Tensor) -> None:
-        """Raise ValueError for an output of another shape than q's."""
-        require(o.shape == self.shapes[0], "output's shape", tuple(o.shape), f"{self.shapes[0]}")
+        """Raise ValueError for an output of another type or shape than q's."""
+        require(isinstance(o, Tensor), "output", type(o).__name__, "a tensor")
+        require(o.shape == self.shapes[0], "output's shape", tuple(o.shape), f"{list(self.shapes[0])}")
 
 
 @dataclass(frozen=True, kw_only=True)
