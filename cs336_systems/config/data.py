@@ -35,7 +35,9 @@ def without_default_paths(data: dict[str, Any]) -> dict[str, Any]:
     if source is None or folder is None:
         return data
     defaults = _default_paths(folder, data.get("train_tokens"))
-    defaults["data_dir"] = _default_folder(source, *(data.get(name) for name in _NAMES))
+    default = _default_folder(source, *(data.get(name) for name in _NAMES))
+    earlier = str(Path(default).with_suffix(""))  # before folders had the whole name
+    defaults["data_dir"] = earlier if folder == earlier else default
     return {name: value for name, value in data.items() if name not in defaults or value != defaults[name]}
 
 

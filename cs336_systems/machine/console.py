@@ -125,7 +125,7 @@ def no_interrupts_inherited() -> Iterator[None]:
 
 @contextlib.contextmanager
 def imports_end_at_interrupts() -> Iterator[None]:
-    """Let SIGINT during an import end the process at once, with exit code 130.
+    """Let SIGINT during an import end the process at once, with exit code 130 and without any clean-up.
 
     PyTorch and NumPy swallow a KeyboardInterrupt there, and stay half imported.
     """

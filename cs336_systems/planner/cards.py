@@ -100,7 +100,7 @@ def _cards() -> dict[str, Card]:
                     latency_s=latency_s, link=link, host_link=_PCIE[pcie])  # fmt: skip
 
     h200 = Card(name="H200", memory_gib=139, multiprocessors=132, matmul=790e12, matmul_fp32=50e12, bandwidth=4.3e12,
-                attention=((1024, 206e12), (4096, 391e12), (16384, 434e12)),  # sdpa, results/h200/kernels.jsonl
+                attention=((1024, 206e12), (4096, 391e12), (16384, 434e12)),  # sdpa, measured
                 latency_s=latency_s, link=link, host_link=_PCIE[5])  # fmt: skip
     # Links: NVLink at the H200's share of the datasheet (900 GB/s in both directions), or PCIe 4 without NVLink.
     others = [

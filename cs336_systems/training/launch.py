@@ -117,6 +117,8 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
     except ChildFailedError as error:
         raise _failure(error.failures, folder) from None
     except SignalException:  # of several interrupts the last does not wait for the processes
+        if in_main_thread:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         _kill_processes(folder)
         raise
     finally:
@@ -133,7 +135,6 @@ def _kill_processes(folder: Path) -> None:
         with contextlib.suppress(ChildProcessError):  # it has ended
             if os.waitpid(pid, os.WNOHANG) == (0, 0):
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
 
 
 def check_devices(device: str, count: int, name: str = "parallel.devices") -> None:

@@ -134,6 +134,13 @@ SWEEP = [
 ]
 
 
+def test_kernels_of_older_rows_were_timed_with_the_host() -> None:
+    shared: dict[str, Any] = dict(dtype="bf16", is_causal=True, shape=[1, 2, 64, 16])
+    configs = {"naive": shared, "sdpa": shared | {"host_time": True}}
+    rows = [Row(case="kernels", variant=name, config=config, env=ENV) for name, config in configs.items()]
+    assert "host_time yes" in rows_table(rows)
+
+
 def test_the_sweep_has_a_table_and_bars(tmp_path: Path) -> None:
     files = write_views(SWEEP, tmp_path)
     names = [".md", ".csv", "-forward.png"]

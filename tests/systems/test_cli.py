@@ -321,6 +321,11 @@ def test_a_signal_sets_the_exit_code(
     assert (__file__ in said) == isinstance(raised, RuntimeError)
 
 
+def test_a_command_runs_in_a_thread_too() -> None:
+    code = "import threading; from cs336_systems.cli.main import main; threading.Thread(target=main).start()"
+    assert process("plan", "parallelism", code=code, fresh=True)[::2] == (0, "")
+
+
 INTERRUPTED = """
 from cs336_systems.cli import main as cli
 def command(*_):

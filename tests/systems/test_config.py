@@ -417,6 +417,14 @@ def test_a_default_min_lr_in_a_file_follows_the_command_line(tmp_path: Any) -> N
         assert (other.lr, other.min_lr) == (3e-5, expected)
 
 
+def test_the_data_dir_of_a_run_of_an_earlier_version_is_not_another_texts(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    data = dict(source="text", train_text="a/one.txt", data_dir="data/text/a/one")
+    file.write_text(json.dumps({"model": TINY, "data": data}))
+    other = parse_run_config(["--config", str(file), "--data.train_text=a/two.txt"])[0].data
+    assert other.data_dir == "data/text/a/two.txt"
+
+
 def test_a_committed_configuration_can_use_data_elsewhere() -> None:
     file = Path(__file__).parents[2] / "results/cpu/demo/config.json"
     data = parse_run_config(["--config", str(file), "--run_dir=new", "--data.data_dir=new/data"])[0].data

@@ -250,7 +250,7 @@ def test_the_third_interrupt_kills_ranks_that_are_busy(tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
         err = process.communicate(timeout=20)[1]
     assert (process.returncode, err) == (130, "cs336: interrupted\n")
-    assert not processes_of(str(tmp_path))
+    wait_until(lambda: not processes_of(str(tmp_path)), timeout_s=5)
 
 
 @pytest.mark.parametrize(
