@@ -117,7 +117,10 @@ def _print(sections: Sequence[Section], options: Any) -> int:
 
 
 def _planned(job: Job, options: Any, card: Card, memory_gib: float) -> Section:
-    """The assumptions of a plan, and whether its peak fits the card. Raises ValueError if it lacks the precision."""
+    """The assumptions of a plan, and whether its peak fits the card.
+
+    Raises ValueError for a precision that the card lacks, or for a host memory that cannot be.
+    """
     card.check(job.precision)
     host = options.host_memory_gib
     require(host is None or 0 < host < 1e6, "host_memory_gib", host, "above 0 and below 1e6")

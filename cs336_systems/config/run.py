@@ -20,7 +20,7 @@ from .checks import (
     require_field,
 )
 from .data import DataConfig
-from .model import ModelConfig
+from .model import ModelConfig, check_fp8
 
 STRATEGIES = {
     "none": "strategy:Strategy",
@@ -375,6 +375,8 @@ class RunConfig:
         require_field(self, "run_dir", self.run_dir != "", "a folder, or left out")
         if self.resume == "auto":
             require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
+        if self.train.precision == "fp8":
+            check_fp8(self.model.shape)
         context_length, optimizer = self.model.shape.context_length, self.optimizer
         accepted = f"at most {context_length - 1}, to leave room for a prompt in model.context_length, {context_length}"
         is_possible = (self.sample.max_new_tokens or 0) < context_length

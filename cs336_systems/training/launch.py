@@ -223,7 +223,7 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
 
 @contextlib.contextmanager
 def child_process(parent: str) -> Iterator[None]:
-    """Context of a process started by `run_processes`: reports a failure to the parent, and ends the process.
+    """Context of a process started by `run_processes`: reports its ID and a failure, and ends the process.
 
     If the parent is gone, this process gets SIGTERM (Linux only).
     """

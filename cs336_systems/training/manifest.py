@@ -16,11 +16,11 @@ from cs336_basics.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
-_HASHED = {"tokenizer": "the tokenizer differs", "training tokens": "the training tokens differ"}
-
 MANIFEST = "manifest.json"
 _FORMAT = 2
 """Since 2, a bfloat16 weight may be the upper half of its master (`optimizer.halves`)."""
+_HASHED = {"tokenizer": "the tokenizer differs", "training tokens": "the training tokens differ"}
+"""Facts of which a manifest has hashes, and how a message tells a difference."""
 _STEP = re.compile(r"step_(\d{8,})")
 
 

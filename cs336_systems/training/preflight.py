@@ -3,7 +3,6 @@
 import torch
 
 from ..config.checks import is_import_path, require_field
-from ..config.model import check_fp8
 from ..config.run import SHARDED, RunConfig
 from ..kernels.attention import check_attention
 from ..machine.hardware import DTYPES, autocast, check_precision, memory_bytes
@@ -36,8 +35,6 @@ def check_config(config: RunConfig, device: torch.device) -> None:
     choose_offload(config, device)
     strategy_of(config)
     shape = config.model.shape
-    if config.train.precision == "fp8":
-        check_fp8(shape)
     group = shape.num_heads // shape.kv_heads
     dtype, has_window = DTYPES[config.train.precision], shape.num_windowed > 0
     attention = config.model.attention

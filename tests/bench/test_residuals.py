@@ -73,6 +73,7 @@ def test_blocks_of_other_architectures_save_the_counted_bytes(
     rope = RotaryEmbedding(shape.context_length, shape.head_size)
     block = TransformerBlock(32, 4, 64, rope, get_attention(kernel), **options)
     if is_compiled := kernel != attention:
+        torch._dynamo.reset()  # it may have given up on a block in another test
         # The partitioner of inductor, without its code generation.
         block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")  # type: ignore[method-assign]
     x = torch.randn(2, shape.context_length, 32, requires_grad=True)
@@ -96,6 +97,7 @@ def test_tensors_have_module_and_operation() -> None:
 
 
 def test_compiled_code_saves_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # it may have given up on a block in another test
     # The partitioner of inductor, without its code generation.
     compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(residuals.torch, "compile", compile)
