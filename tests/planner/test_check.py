@@ -78,6 +78,17 @@ def test_attention_rates_of_the_h100_are_those_of_its_rows() -> None:
         assert CARDS["H100"].attention_rate(length) == pytest.approx(sum(found) / 2, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "shape, within", [([4, 25, 1024, 64], 0.1), ([8, 16, 4096, 64], 0.04), ([1, 16, 16384, 64], 0.04)]
+)
+def test_attention_rates_of_the_h200_are_near_its_rows(shape: list[int], within: float) -> None:
+    (row,) = [row for row in rows("kernels") if row.variant == "sdpa" and row.config["shape"] == shape]
+    batch, heads, length, size = shape
+    operations = 3.5 * 2 * batch * heads * length**2 * size
+    milliseconds = row.metrics["forward_ms"]["p50"] + row.metrics["backward_ms"]["p50"]
+    assert CARDS["H200"].attention_rate(length) == pytest.approx(operations / milliseconds * 1e3, rel=within)
+
+
 def test_the_8b_steps_on_two_h100_within_four_per_cent() -> None:
     bf16, fp8 = map(compare, rows("../h100/leaderboard-2026"))
     for found in (bf16, fp8):
